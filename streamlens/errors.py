@@ -1,0 +1,31 @@
+"""Every error that streamlens raises on purpose.
+
+All share :class:`StreamLensError`, so that a batch script can catch what streamlens says and let real bugs through.
+"""
+
+
+class StreamLensError(Exception):
+    """The common base; the command line prints its message as one line and exits with 2."""
+
+
+class InputError(StreamLensError, ValueError):
+    """A parameter is wrong. The message names the parameter, what is legal and what came."""
+
+
+class SourceError(StreamLensError):
+    """A model cannot be found or opened. The message says what to install, download or correct."""
+
+
+class UnsupportedModelError(StreamLensError):
+    """A model was opened but its residual stream cannot be read exactly. The message says what does not add up, and by how much."""
+
+
+class AdditivityError(StreamLensError):
+    """Contributions do not sum to the logit within the limit of the dtype. The message names model, prompt, position and error."""
+
+
+def choice(parameter: str, value: object, legal) -> None:
+    """Raise :class:`InputError` unless `value` is one of `legal`."""
+    legal = list(legal)
+    if value not in legal:
+        raise InputError(f"{parameter} must be one of {', '.join(map(repr, legal))}; got {value!r}")
