@@ -1,0 +1,306 @@
+"""The tidy tables: their columns with dtype, unit and meaning, what identifies a row, and which call fills them.
+
+Pandas drops dtypes on the way (concatenating different category sets gives text, an empty frame loses its categories in Parquet),
+so :func:`apply` imposes the schema again after every concat, merge and read; :func:`concat` and :func:`read_parquet` do it themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from pandas.api.types import union_categoricals
+
+from .errors import InputError, choice
+
+NONE = -1  # an integer column's "none": no layer, no head, no versus; groupby would lose a null
+MEAN = -2  # `versus` where the logit is centred over the vocabulary
+_ABSENT = {"int32": NONE, "category": "", "float64": np.nan, "bool": False}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column; `optional` ones stand in a table only when the call asks for them."""
+
+    name: str
+    dtype: str  # "int32" | "float64" | "category" | "bool"
+    unit: str
+    meaning: str
+    key: bool = False
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """One tidy table; `call` is the public call that fills it."""
+
+    name: str
+    columns: tuple[Column, ...]
+    call: str = ""
+
+    def __getitem__(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+    def key(self, df: pd.DataFrame) -> list[str]:
+        """The columns that identify a row of `df`: its key columns that are there, led by `model` in a frame of several models."""
+        names = [column.name for column in self.columns if column.key and column.name in df.columns]
+        return ["model", *names] if "model" in df.columns and "model" not in names else names
+
+
+def _id(name: str, meaning: str, optional: bool = False) -> Column:
+    return Column(name, "int32", "index", meaning, key=True, optional=optional)
+
+
+def _kind(name: str, meaning: str, optional: bool = False) -> Column:
+    return Column(name, "category", "", meaning, key=True, optional=optional)
+
+
+def _text(name: str, meaning: str) -> Column:
+    return Column(name, "category", "", meaning)
+
+
+def _value(name: str, unit: str, meaning: str, optional: bool = False) -> Column:
+    return Column(name, "float64", unit, meaning, optional=optional)
+
+
+_PLACE = (
+    _id("prompt", "index of the input row"),
+    _text("prompt_text", "its text"),
+    _id("position", "position within the prompt, 0 is its first token"),
+    _text("token", "the tokenizer's decoding of the id at this position"),
+)
+_TARGET = (_id("target", "token id whose logit is read; -1 for none"), _text("target_token", "its text"))
+_VERSUS = (
+    _id("versus", "token id whose logit is subtracted; -1 for none, -2 for the mean over the vocabulary"),
+    _text("versus_token", "its text"),
+)
+_LAYER = _id("layer", "application of a block, in execution order; -1 for none")
+_SUBLAYER = _id("sublayer", "which attention or MLP of the block; -1 for none")
+_HEAD = _id("head", "attention head; -1 for none")
+_UNIT_PLACE = (_LAYER, _SUBLAYER, _HEAD)
+_COMPONENT = _kind("component", "what wrote: embed, pos_embed, head, attn, attn_bias, mlp, mixer, norm_bias, unembed_bias, softcap, ...")
+_SITE = _kind("site", "embed, resid_pre, attn_out, resid_mid, mlp_out, resid_post or final (the stream just before the final norm)")
+_METRIC_UNIT = "the metric's own: nats for loss, kl and js, logits for target_logit and logit_diff"
+
+ATTRIBUTION = Table("attribution", (
+    *_PLACE, *_TARGET, *_VERSUS, _COMPONENT, *_UNIT_PLACE,
+    _id("neuron", "neuron of the MLP; -1 for none", optional=True),
+    _id("expert", "expert of the mixture; -1 for none", optional=True),
+    _id("source", "position that the head reads from; -1 for none", optional=True),
+    _value("attention", "probability", "attention weight from position to source", optional=True),
+    _value("contribution", "logits", "this component's share of the logit; a group's shares sum to it"),
+    _value("logit", "logits", "the model's own logit, or difference of logits, of the group"),
+), "attribute")  # fmt: skip
+
+ABLATION = Table("ablation", (
+    *_PLACE, *_TARGET, *_VERSUS,
+    _kind("unit", "what was changed: block, attn, mlp or head"),
+    _kind("method", "how: remove, zero, mean, positional_mean or resample"),
+    _LAYER, _SUBLAYER,
+    _id("span", "number of neighbouring layers changed together, from layer on"),
+    _HEAD,
+    _id("expert", "expert of the mixture; -1 for none", optional=True),
+    _id("at", "position at which the change was made; -1 for every position", optional=True),
+    _kind("reference", "name of the prompts that the replacement comes from", optional=True),
+    _id("sample", "number of the resampled replacement; -1 for none", optional=True),
+    _id("seed", "seed of the draw; -1 for none", optional=True),
+    _kind("metric", "loss, kl, js, target_logit, logit_diff, target_rank or top1_agree"),
+    _value("clean", _METRIC_UNIT, "the metric of the untouched model"),
+    _value("ablated", _METRIC_UNIT, "the metric after the change"),
+    _value("delta", _METRIC_UNIT, "ablated - clean"),
+    _value("recovered", "fraction", "share of the clean behaviour that is left", optional=True),
+), "ablate")  # fmt: skip
+
+NORMS = Table("norms", (
+    *_PLACE, *_UNIT_PLACE, _SITE,
+    _kind("measure", "l2 or rms"),
+    _value("value", "the stream's own", "the measure at this site of this layer and position"),
+), "norms")  # fmt: skip
+
+EFFECTS = Table("effects", (
+    *_PLACE, *_TARGET, *_VERSUS, _COMPONENT, *_UNIT_PLACE,
+    _kind("method", "how the component was ablated"),
+    _value("direct", "logits", "clean - ablated through the frozen readout alone; the attribution's contribution under zero ablation"),
+    _value("direct_recomputed", "logits", "the same with the final norm recomputed"),
+    _value("total", "logits", "clean - ablated, with everything after it recomputed"),
+    _value("indirect", "logits", "total - direct"),
+    _value("repair_heads", "logits", "the part of indirect that later heads make"),
+    _value("repair_mlps", "logits", "the part of indirect that later MLPs make"),
+    _value("repair_norm", "logits", "the part of indirect that the final norm makes"),
+), "effects")  # fmt: skip
+
+SIMILARITY = Table("similarity", (
+    *_PLACE, _LAYER,
+    _id("layer_to", "the layer compared with"),
+    _kind("measure", "block influence, angular distance, relative magnitude, ..."),
+    _value("value", "the measure's own", "the measure between the two layers at this position"),
+), "similarity")  # fmt: skip
+
+LENS = Table("lens", (
+    *_PLACE, _LAYER, _SITE,
+    _kind("norm", "which norm the stream went through before the unembedding"),
+    *_TARGET,
+    _id("k", "place among the top k; -1 for the row of a named target"),
+    Column("rank", "int32", "count", "number of tokens with a strictly greater logit"),
+    _value("logit", "logits", "the logit of target at this site"),
+    _value("probability", "probability", "its softmax over the vocabulary"),
+), "lens")  # fmt: skip
+
+# A card has one further column a fact, which differ by architecture; they follow as extra columns.
+CARD = Table("card", (_kind("model", "the model's name"),), "card")
+
+TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, CARD)}
+
+
+def table(name: str) -> Table:
+    """The table of this name. Raises InputError for an unknown one."""
+    choice("table_name", name, TABLES)
+    return TABLES[name]
+
+
+def describe(table_name: str) -> pd.DataFrame:
+    """What each column of a table means: one row a column with column, dtype, unit, meaning, key, optional."""
+    columns = table(table_name).columns
+    fields = ("name", "dtype", "unit", "meaning", "key", "optional")
+    return pd.DataFrame([[getattr(c, f) for f in fields] for c in columns], columns=["column", *fields[1:]])
+
+
+def _missing(df: pd.DataFrame, spec: Table) -> None:
+    missing = [c.name for c in spec.columns if not c.optional and c.name not in df.columns]
+    if missing:
+        raise InputError(f"df must be {spec.name} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns)) or 'none'}")
+
+
+def _cast(values: pd.Series, dtype: str, where: str) -> pd.Series:
+    if str(values.dtype) == dtype:
+        return values
+    if dtype in ("int32", "bool") and values.isna().any():
+        raise InputError(f"{where} must have no nulls, -1 stands for none; got {int(values.isna().sum())} nulls")
+    try:
+        cast = values.astype(dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InputError(f"{where} must be {dtype}; got {values.dtype} that cannot be cast ({error})") from error
+    if dtype == "int32" and not (cast == values).all():  # 1.5 and 2**40 are cast without a word
+        raise InputError(f"{where} must be whole numbers of 32 bits; got {values[cast != values].iloc[0]!r}")
+    return cast
+
+
+def apply(df: pd.DataFrame, table_name: str) -> pd.DataFrame:
+    """`df` with the schema imposed: columns in order, dtypes, text as categories, a new index; other columns follow at the end.
+
+    Costs nothing where the dtypes are right already; `attrs` are kept. Raises InputError for a missing column or a value that
+    does not fit its dtype (a null or a fraction in an integer column).
+    """
+    spec = table(table_name)
+    _missing(df, spec)
+    named = [c for c in spec.columns if c.name in df.columns]
+    data = {c.name: _cast(df[c.name], c.dtype, f"{table_name}.{c.name}") for c in named}
+    for name in df.columns:
+        if name not in data:
+            text = pd.api.types.is_string_dtype(df[name]) and df[name].dtype != "category"
+            data[name] = df[name].astype("category") if text else df[name]
+    out = pd.DataFrame(data, copy=False).reset_index(drop=True)
+    out.attrs = dict(df.attrs)
+    return out
+
+
+def validate(df: pd.DataFrame, table_name: str) -> None:
+    """Raise InputError unless `df` keeps its schema: every column there, right dtypes, and a key without nulls or repeats."""
+    spec = table(table_name)
+    _missing(df, spec)
+    for column in spec.columns:
+        if column.name in df.columns and str(df[column.name].dtype) != column.dtype:
+            raise InputError(f"{table_name}.{column.name} must be {column.dtype}; got {df[column.name].dtype}")
+    key = spec.key(df)
+    for name in key:
+        if df[name].isna().any():
+            raise InputError(f"{table_name}.{name} is part of the key and must have no nulls; got {int(df[name].isna().sum())}")
+    repeated = df.duplicated(subset=key)
+    if repeated.any():
+        first = df.loc[repeated, key].iloc[0].to_dict()
+        raise InputError(f"{table_name} must have one row for each {', '.join(key)}; got {int(repeated.sum())} repeated, first {first}")
+
+
+def _named_by_model(frames: list[pd.DataFrame]) -> tuple[list[pd.DataFrame], list[str]]:
+    """Frames of several models get their `model` column from attrs, since without it their rows would share keys."""
+    models = list(dict.fromkeys(str(f.attrs["model"]) for f in frames if "model" in f.attrs))
+    if len(models) > 1:
+        frames = [f if "model" in f.columns or "model" not in f.attrs else f.assign(model=str(f.attrs["model"])) for f in frames]
+    return frames, models
+
+
+def _stack(parts: list[pd.Series | None], lengths: list[int], absent: object) -> pd.Series | pd.Categorical:
+    """One column of several frames end to end; frames without it are filled with `absent`."""
+    given = [part for part in parts if part is not None and len(part)]
+    kinds = {part.cat.categories.dtype for part in given if part.dtype == "category"}
+    if len(kinds) == 1 and all(part.dtype == "category" for part in given):
+        codes = pd.CategoricalDtype(pd.Index([] if pd.isna(absent) else [absent], dtype=kinds.pop()))
+        empty = [pd.Series(absent, index=range(n), dtype=codes) for n in lengths]
+        return union_categoricals([e if p is None or not len(p) else p for p, e in zip(parts, empty, strict=True)])
+    filled = [pd.Series(absent, index=range(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    return pd.concat([part for part in filled if len(part)] or filled[:1], ignore_index=True)
+
+
+def concat(frames: Sequence[pd.DataFrame], table_name: str) -> pd.DataFrame:
+    """The frames of one table end to end, with its schema.
+
+    Categories are united by code, without going through text. Optional columns that a frame lacks are filled with none (-1, ""),
+    other columns with nulls. Frames whose `attrs["model"]` differ get a `model` column. `attrs` are the first frame's, with the worst
+    `additivity_error` of all and, for several models, their list. Raises InputError for no frames or a missing column.
+    """
+    spec, frames = table(table_name), list(frames)
+    if not frames:
+        raise InputError("frames must be one DataFrame or more; got none")
+    for frame in frames:
+        _missing(frame, spec)
+    frames, models = _named_by_model(frames)
+    absent = {c.name: _ABSENT[c.dtype] for c in spec.columns}
+    names = list(dict.fromkeys(name for frame in frames for name in frame.columns))
+    lengths = [len(frame) for frame in frames]
+    data = {name: _stack([f.get(name) for f in frames], lengths, absent.get(name, np.nan)) for name in names}
+    out = pd.DataFrame(data)
+    out.attrs = dict(frames[0].attrs)
+    errors = [f.attrs["additivity_error"] for f in frames if f.attrs.get("additivity_error") is not None]
+    if errors:
+        out.attrs["additivity_error"] = float(np.max(errors))
+    if len(models) > 1:
+        out.attrs["model"] = models
+    return apply(out, table_name)
+
+
+def json_safe(value: object) -> object:
+    """`value` as plain JSON types with sorted keys, so that attrs survive Parquet and give the same bytes twice."""
+    if isinstance(value, dict):
+        return {str(k): json_safe(value[k]) for k in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (np.generic, np.ndarray)):
+        return json_safe(value.tolist())
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def write_parquet(df: pd.DataFrame, path: str | os.PathLike) -> Path:
+    """Write `df` with its attrs; the file is there whole or not at all (a temporary file, then a rename). Gives the path."""
+    path = Path(path)
+    out = df.copy(deep=False)
+    out.attrs = json_safe(df.attrs)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        out.to_parquet(temporary, index=False)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def read_parquet(path: str | os.PathLike, table_name: str) -> pd.DataFrame:
+    """Read what :func:`write_parquet` wrote, with the schema and attrs. Raises InputError for a missing file or another table."""
+    if not Path(path).is_file():
+        raise InputError(f"path must be a Parquet file of the {table_name} table; got {os.fspath(path)!r}, which does not exist")
+    return apply(pd.read_parquet(path), table_name)
