@@ -1,0 +1,264 @@
+"""From candidates to an :class:`Anatomy`: what lies on the residual path is found by watching two tiny forward passes.
+
+The first pass, without gradients, records what goes in and out of every block, norm and sublayer. The second is the
+frozen readout with every candidate as a leaf: what receives gradient lies on the path. Then each block is written
+down as a short program of additions and norms, with factors fitted to what was recorded. Names decide nothing but labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from streamlens.errors import UnsupportedModelError
+from streamlens.models import structure as tree
+from streamlens.models.anatomy import Add, Anatomy, Layer, Segment, Write
+from streamlens.models.norms import NormForm, fit
+from streamlens.models.structure import Structure, structure
+from streamlens.stream.readout import Readout
+from streamlens.stream.run import Run
+
+FIT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""Largest error of a block's program relative to the largest coordinate of the stream."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module; tensors are `[tokens, width]` copies, since some families add in place."""
+
+    what: str  # "block", "norm", "reader"
+    layer: int
+    path: str
+    x: Tensor
+    y: Tensor
+    linear: str | None = None  # reader: the linear map inside that finished last
+    linear_y: Tensor | None = None
+    z_width: int = 0
+
+
+def discover(module: nn.Module, ids: Tensor) -> Anatomy:
+    """The anatomy of a causal language model, found on the tiny prompts `ids` `[batch, pos]`.
+
+    Raises :class:`UnsupportedModelError` where the stream cannot be followed.
+    """
+    found = structure(module)
+    weight = module.get_output_embeddings().weight
+    calls, n_layers = trace(module, found, ids)
+    forms = _norm_forms(module, found, calls)
+    writes = _candidates(module, calls)
+    draft = Anatomy(
+        d_model=weight.shape[-1] if not calls else next(c.x.shape[-1] for c in calls if c.what == "block"),
+        n_vocab=weight.shape[0],
+        embed=found.embed,
+        pos_embeds=found.pos_embeds,
+        layers=tuple(Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),), False) for c in calls if c.what == "block"),
+        readers=found.readers,
+        norms=forms,
+        unembed=found.unembed,
+        unembed_bias=tree.has_bias(module.get_output_embeddings()),
+    )
+    if len(draft.layers) != n_layers or not n_layers:
+        raise UnsupportedModelError(f"{type(module).__name__}: its blocks could not be followed ({n_layers} applications seen)")
+    draft = replace(draft, pos_embeds=_positions(module, draft, ids))
+    reached, clones = _on_path(module, draft, ids)
+    path_norms = frozenset((layer, path) for layer, what, path in reached if what == "norm")
+    layers = tuple(
+        _layer(layer, [c for c in calls if c.layer == layer], writes[layer], reached, path_norms, weight.dtype) for layer in range(n_layers)
+    )
+    return replace(
+        draft,
+        clones=clones,
+        path_norms=path_norms,
+        pos_embeds=tuple(p for p in draft.pos_embeds if (-1, "embed", p) in reached),
+        layers=layers,
+    )
+
+
+@torch.no_grad()
+def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call], int]:
+    """Every call of a block, of a norm outside the sublayers and of a sublayer, in the order in which they end."""
+    calls: list[Call] = []
+    linears: dict[str, tuple[str, int, Tensor]] = {}
+    opened: dict[tuple[str, str], Tensor] = {}
+    with Run(module, found.blocks, found.unembed) as run:
+
+        def watch(what: str, path: str) -> None:
+            run.on_input(path, lambda _, named: opened.__setitem__((what, path), _flat(_stream(named))))
+            run.on_output(path, lambda layer, out, _: calls.append(close(what, layer, path, out)))
+
+        def close(what: str, layer: int, path: str, out: Tensor) -> Call:
+            x, last = opened.pop((what, path)), linears.pop(path, None)
+            if what != "reader" or last is None:
+                return Call(what, layer, path, x, _flat(out))
+            return Call(what, layer, path, x, _flat(out), last[0], last[2], last[1])
+
+        for reader in found.readers:
+            for name, inner in module.get_submodule(reader).named_modules(prefix=reader):
+                if tree.is_linear(inner):
+                    run.on_output(
+                        name, lambda _, out, x, name=name, reader=reader: linears.__setitem__(reader, (name, x.shape[-1], _flat(out)))
+                    )
+        for what, paths in (("reader", found.readers), ("norm", found.norms), ("block", found.blocks)):
+            for path in paths:
+                watch(what, path)
+        run.hidden(ids)
+        return calls, run.layer + 1
+
+
+def _stream(named: dict) -> Tensor:
+    return next(v for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point() and n != "residual")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).clone()
+
+
+def _norm_forms(module: nn.Module, found: Structure, calls: Iterable[Call]) -> dict[str, NormForm]:
+    """The forms of the norms that were called; one that fits no form is left out, and then the proof at load fails if it matters."""
+    widths = {c.path: (c.x.shape[-1], c.x.dtype, c.x.device) for c in calls if c.what == "norm"}
+    forms = {path: fit(module.get_submodule(path), *widths[path]) for path in found.norms if path in widths}
+    return {path: form for path, form in forms.items() if form is not None}
+
+
+def _candidates(module: nn.Module, calls: Iterable[Call]) -> dict[int, list[Write]]:
+    """Every sublayer call as a possible write, by layer."""
+    n_heads = getattr(tree.text_config(module), "num_attention_heads", 0)
+    found: dict[int, list[Write]] = {}
+    for call in calls:
+        if call.what == "block":
+            found.setdefault(call.layer, [])
+        elif call.what == "reader":
+            found.setdefault(call.layer, []).append(_write(module, call, n_heads if isinstance(n_heads, int) else 0))
+    return found
+
+
+def _write(module: nn.Module, call: Call, n_heads: int) -> Write:
+    inner = module.get_submodule(call.path)
+    kind = tree.kind_of(inner, call.path.split(".", 2)[-1])
+    passes = tree.passes_residual(inner) and call.linear is not None
+    output = call.linear if passes else call.path
+    whole = passes or (call.linear_y is not None and call.linear_y.shape == call.y.shape and torch.equal(call.linear_y, call.y))
+    if kind == "attn" and whole and n_heads and call.z_width % n_heads == 0:
+        bias = tree.has_bias(module.get_submodule(call.linear))
+        return Write(kind, 0, call.path, output, call.linear, n_heads, call.z_width // n_heads, bias, call.linear)
+    return Write(kind, 0, call.path, output, output, down=call.linear if whole else None)
+
+
+def _positions(module: nn.Module, draft: Anatomy, ids: Tensor) -> tuple[str, ...]:
+    """Candidates whose output can be an addend of the embedding: one vector a position."""
+    shapes: dict[str, torch.Size] = {}
+    with torch.no_grad(), Run(module, draft.block_paths, draft.unembed, draft.n_layers) as run:
+        for path in draft.pos_embeds:
+            run.on_output(path, lambda _, out, x, path=path: shapes.__setitem__(path, out.shape) if isinstance(out, Tensor) and out.is_floating_point() else None)
+        run.hidden(ids)
+    fits = ((*ids.shape, draft.d_model), (1, ids.shape[1], draft.d_model), (ids.shape[1], draft.d_model))
+    return tuple(path for path in draft.pos_embeds if shapes.get(path) in fits)
+
+
+def _on_path(module: nn.Module, draft: Anatomy, ids: Tensor) -> tuple[set[tuple[int, str, str]], bool]:
+    """The places that a readout in a random direction reaches, and whether the family adds in place."""
+    try:
+        return _reached(module, draft, ids), False
+    except RuntimeError as error:
+        if "in-place" not in str(error) and "inplace" not in str(error):
+            raise
+    return _reached(module, replace(draft, clones=True), ids), True
+
+
+def _reached(module: nn.Module, draft: Anatomy, ids: Tensor) -> set[tuple[int, str, str]]:
+    reached = set()
+    with Readout(module, draft) as readout:
+        hidden = readout.forward(ids)
+        direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
+        readout.pull(hidden, direction, lambda key, _, g: reached.add(key) if bool(g.any()) else None)
+    return reached
+
+
+def _layer(layer: int, calls: list[Call], writes: list[Write], reached: set, path_norms: frozenset, dtype: torch.dtype) -> Layer:
+    """One block as a program: writes go in with their factors, norms on a branch belong to it, norms on the stream end a segment."""
+    block = next(c for c in calls if c.what == "block")
+    by_reader = {w.reader: w for w in writes if (layer, "write", w.leaf) in reached}
+    program = _Program(layer, block, dtype)
+    for call in calls:
+        if call.what == "reader" and call.path in by_reader:
+            write = by_reader[call.path]
+            program.write(write, call.linear_y if write.output == call.linear and write.output != write.reader else call.y)
+        elif call.what == "norm" and (layer, call.path) in path_norms:
+            program.norm(call)
+    segments = program.finish()
+    reads = [c.x for c in calls if c.what in ("norm", "reader")]
+    mid = program.mid
+    return Layer(block.path, segments, mid is not None and any(x.shape == mid.shape and _close(x, mid, dtype) for x in reads))
+
+
+class _Program:
+    """Fits a block's additions and norms to what was recorded."""
+
+    def __init__(self, layer: int, block: Call, dtype: torch.dtype):
+        self.layer, self.block, self.dtype = layer, block, dtype
+        self.stream, self.mid = block.x, None
+        self.segments: list[Segment] = []
+        self.pending: list[tuple[tuple[Write, ...], str | None, Tensor]] = []  # writes, their branch norm, what it gives
+        self.counts: dict[str, int] = {}
+
+    def write(self, write: Write, value: Tensor) -> None:
+        ordinal = self.counts.get(write.kind, 0)
+        self.counts[write.kind] = ordinal + 1
+        self.pending.append(((replace(write, sublayer=ordinal),), None, value))
+
+    def norm(self, call: Call) -> None:
+        bare = [p for p in self.pending if p[1] is None]
+        for branch in ([p] for p in bare) if len(bare) < 2 else (*([p] for p in bare), bare):
+            if self._fits(call.x, [value for _, _, value in branch]) is not None:
+                writes = tuple(w for ws, _, _ in branch for w in ws)
+                self.pending = [p for p in self.pending if p not in branch] + [(writes, call.path, call.y)]
+                return
+        self._close_segment(call.x, call.path)
+        self.stream = call.y
+
+    def finish(self) -> tuple[Segment, ...]:
+        self._close_segment(self.block.y, None)
+        return tuple(s for s in self.segments if s.adds or s.norm or s.scale != 1.0)
+
+    def _close_segment(self, target: Tensor, norm: str | None) -> None:
+        values = [self.stream, *(value for _, _, value in self.pending)]
+        factors = self._fits(target, values)
+        if factors is None:
+            raise UnsupportedModelError(
+                f"layer {self.layer} ({self.block.path}): the stream is not its input plus its writes "
+                f"({', '.join(w.output for ws, _, _ in self.pending for w in ws) or 'none found'}); off by {self._misfit(target, values):.2g} of its largest value"
+            )
+        scale = factors[0]
+        stream = self.stream
+        for (writes, _, value), factor in zip(self.pending, factors[1:], strict=True):
+            stream = stream + factor / scale * value
+            if any(w.kind in ("attn", "mixer") for w in writes):
+                self.mid = stream
+        adds = tuple(
+            Add(writes, (factor / scale,) * len(writes), branch)
+            for (writes, branch, _), factor in zip(self.pending, factors[1:], strict=True)
+        )
+        self.segments.append(Segment(adds, scale, norm))
+        self.pending = []
+
+    def _fits(self, target: Tensor, values: list[Tensor]) -> list[float] | None:
+        """Factors with which `values` sum to `target`; ones where ones do."""
+        if any(v.shape != target.shape for v in values):
+            return None
+        if _close(sum(v.double() for v in values), target, self.dtype):
+            return [1.0] * len(values)
+        basis = torch.stack([v.double().flatten() for v in values], dim=1)
+        solution = torch.linalg.lstsq(basis, target.double().flatten()[:, None]).solution[:, 0]
+        return [float(f) for f in solution] if _close((basis @ solution).view_as(target), target, self.dtype) else None
+
+    def _misfit(self, target: Tensor, values: list[Tensor]) -> float:
+        if any(v.shape != target.shape for v in values):
+            return float("inf")
+        return float((sum(v.double() for v in values) - target.double()).abs().max() / target.double().abs().max())
+
+
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    return bool((a.double() - b.double()).abs().max() <= FIT_LIMIT[dtype] * b.double().abs().max())

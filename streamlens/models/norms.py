@@ -1,0 +1,102 @@
+"""What kind of norm a module is, found by calling it.
+
+A family's code decides whether a norm centres, how its gain is parametrised (`w`, `1 + w`, none) and where epsilon
+stands; class names do not say. So the module is called on random vectors of small, ordinary and large size and the
+answer is fitted; what does not fit is not a norm that can be frozen, and is refused by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+SIZES = (1e-3, 1.0, 3e2)
+"""Sizes of the probe vectors: epsilon decides the first and not the last."""
+
+FIT_TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Largest misfit relative to the largest output; a float64 Hugging Face RMSNorm still computes in float32."""
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """`y = gain * (x - mean) / sqrt(mean((x - mean)^2) + eps) + bias`, without the mean where not `centred`."""
+
+    centred: bool
+    eps: float
+    gain: Float[Tensor, " d_model"] | None  # None: no gain, that is 1
+    bias: Float[Tensor, " d_model"] | None
+
+    def scale(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
+        """1/sigma at each position."""
+        square = x.var(-1, keepdim=True, correction=0) if self.centred else x.square().mean(-1, keepdim=True)
+        return torch.rsqrt(square + self.eps)
+
+    def pull_back(self, g: Float[Tensor, "*batch d_model"], x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The gradient at the norm's input when its sigma is frozen at `x`."""
+        out = (g if self.gain is None else g * self.gain) * self.scale(x)
+        return out - out.mean(-1, keepdim=True) if self.centred else out
+
+    def push_forward(self, dx: Float[Tensor, "*batch d_model"], x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The change of the output for a change `dx` of the input, sigma frozen at `x`."""
+        out = (dx - dx.mean(-1, keepdim=True) if self.centred else dx) * self.scale(x)
+        return out if self.gain is None else out * self.gain
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        y = self.push_forward(x, x)
+        return y if self.bias is None else y + self.bias
+
+
+def looks_like_norm(module: nn.Module) -> bool:
+    """Whether a module claims to be a norm; :func:`fit` decides."""
+    name = type(module).__name__.lower()
+    return ("norm" in name or "layernorm" in name) and not any(True for _ in module.children())
+
+
+@torch.no_grad()
+def fit(module: nn.Module, d_model: int, dtype: torch.dtype, device: torch.device) -> NormForm | None:
+    """The form of a norm module of width `d_model`, or None where no form fits."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(16, d_model, generator=generator, dtype=torch.float64) + 0.5
+    probes = [(base * size).to(device, dtype) for size in SIZES]
+    try:
+        outputs = [module(probe) for probe in probes]
+        bias = module(torch.zeros_like(probes[1])[:1])[0]
+        tiny = (base * 1e-10).to(device, torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+        y_tiny = module(tiny.to(dtype))
+    except (RuntimeError, TypeError):
+        return None
+    if any(not isinstance(y, Tensor) or y.shape != probes[0].shape for y in outputs):
+        return None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    bias = bias.to(wide) if bool((bias != 0).any()) else None
+    candidates = [
+        NormForm(centred, eps, gain, bias)
+        for gain in _gains(module, d_model, wide)
+        for centred in (False, True)
+        for eps in _epsilons(module, centred, gain, bias, tiny.to(wide), y_tiny.to(wide))
+    ]
+    best = min(candidates, key=lambda form: _misfit(form, probes, outputs, wide))
+    return best if _misfit(best, probes, outputs, wide) <= FIT_TOLERANCE[dtype] else None
+
+
+def _misfit(form: NormForm, probes: list[Tensor], outputs: list[Tensor], wide: torch.dtype) -> float:
+    errors = [((form(x.to(wide)) - y).abs().max() / y.abs().max().clamp_min(1e-30)).item() for x, y in zip(probes, outputs, strict=True)]
+    return max(e if e == e else float("inf") for e in errors)
+
+
+def _gains(module: nn.Module, d_model: int, wide: torch.dtype) -> list[Tensor | None]:
+    vectors = [p.detach().to(wide) for p in module.parameters() if p.shape == (d_model,)]
+    return [None] + [v for w in vectors for v in (w, 1 + w)]
+
+
+def _epsilons(module: nn.Module, centred: bool, gain: Tensor | None, bias: Tensor | None, x: Tensor, y: Tensor) -> list[float]:
+    """Epsilons that the module names, and the one measured on vectors so small that only epsilon divides them."""
+    named = [float(v) for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
+    linear = (x - x.mean(-1, keepdim=True) if centred else x) * (1 if gain is None else gain)
+    change = y if bias is None else y - bias
+    ratio = (linear * change).sum() / linear.square().sum()
+    measured = [float(1 / ratio.square())] if bool(torch.isfinite(ratio)) and float(ratio) > 0 else []
+    return [*named, *measured, 0.0]

@@ -1,0 +1,181 @@
+"""One forward pass of a borrowed model up to the unembedding, with hooks that know which layer they are in.
+
+Everything that streamlens does to a model happens through a :class:`Run`, and a run leaves nothing behind: no hook, no
+changed flag, no changed mode, also after an exception or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+InputHook = Callable[[int, dict[str, Any]], dict[str, Any] | None]
+OutputHook = Callable[[int, Tensor, Tensor | None], Tensor | None]
+
+
+class _Reached(Exception):
+    """The unembedding was reached; nobody asked for the logits."""
+
+
+@contextmanager
+def borrowed(module: nn.Module) -> Iterator[None]:
+    """The model in eval mode and without trainable parameters; afterwards as it was."""
+    training = [m for m in module.modules() if m.training]
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    try:
+        for m in training:
+            m.training = False
+        for p in trainable:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p in trainable:
+            p.requires_grad_(True)
+        for m in training:
+            m.training = True
+
+
+class Run:
+    """A context manager: plant hooks, then :meth:`hidden` as often as wanted.
+
+    The layer given to a hook counts applications of blocks: -1 before the first, `n_layers` after the last.
+    """
+
+    def __init__(self, module: nn.Module, blocks: tuple[str, ...], unembed: str, n_layers: int | None = None):
+        self.module, self.n_layers = module, n_layers
+        self.layer, self.inside = -1, False
+        self._handles: list[RemovableHandle] = []
+        self._patched: list[tuple[nn.Module, Any]] = []
+        self._borrow = borrowed(module)
+        self._blocks, self._unembed = blocks, unembed
+        self._shape = (0, 0)
+
+    def __enter__(self) -> Run:
+        self._borrow.__enter__()
+        try:
+            for path in self._blocks:
+                block = self.module.get_submodule(path)
+                self._handles.append(block.register_forward_pre_hook(self._enter_block))
+                self._handles.append(block.register_forward_hook(self._leave_block))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module, forward in self._patched:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+        self._borrow.__exit__(None, None, None)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+    def on_input(self, path: str, hook: InputHook) -> None:
+        """`hook(layer, named arguments)` before the module runs; it may return the arguments changed."""
+        module = self.module.get_submodule(path)
+        names = _parameters(type(module))
+
+        def pre(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            named = dict(zip(names, args, strict=False))
+            changed = hook(self.now, named | kwargs)
+            if changed is None:
+                return None
+            return tuple(changed[n] for n in list(named)) + args[len(named) :], {k: changed[k] for k in kwargs}
+
+        self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+
+    def on_output(self, path: str, hook: OutputHook) -> None:
+        """`hook(layer, output, first input)` after the module ran; a tensor that it returns takes the output's place."""
+
+        def post(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+            given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+            layer = self.layer if path in self._blocks else self.now
+            changed = hook(layer, first(output), given[0] if given else None)
+            return None if changed is None else with_first(output, changed)
+
+        self._handles.append(self.module.get_submodule(path).register_forward_hook(post, with_kwargs=True))
+
+    def replace(self, path: str, forward: Callable[..., Any]) -> None:
+        """Put `forward(original, *args, **kwargs)` in the place of the module's own forward."""
+        module = self.module.get_submodule(path)
+        original = module.forward
+        self._patched.insert(0, (module, module.__dict__.get("forward")))
+        module.forward = lambda *args, **kwargs: forward(original, *args, **kwargs)
+
+    # -- the pass ------------------------------------------------------------------------------------------------
+    @property
+    def now(self) -> int:
+        """The layer that runs; -1 before the first block, the number of layers after the last."""
+        if self.inside or self.layer < 0 or self.n_layers is None or self.layer + 1 < self.n_layers:
+            return self.layer
+        return self.n_layers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, pos) of the tokens that run."""
+        return self._shape
+
+    def hidden(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
+        """The unembedding's input, right-padded positions included."""
+        kept: list[Tensor] = []
+
+        def reached(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            kept.append(args[0] if args else next(iter(kwargs.values())))
+            raise _Reached
+
+        handle = self.module.get_submodule(self._unembed).register_forward_pre_hook(reached, with_kwargs=True)
+        try:
+            self._forward(ids, mask)
+        except _Reached:
+            pass
+        finally:
+            handle.remove()
+        return kept[0]
+
+    def logits(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos vocab"]:
+        """What the model itself prints."""
+        return self._forward(ids, mask).logits
+
+    def _forward(self, ids: Tensor, mask: Tensor | None) -> Any:
+        self.layer, self.inside, self._shape = -1, False, tuple(ids.shape)
+        device = self.module.get_input_embeddings().weight.device
+        kwargs: dict[str, Any] = {"input_ids": ids.to(device)}
+        accepted = _parameters(type(self.module))
+        # A mask of ones changes nothing but costs the fast causal path of scaled_dot_product_attention.
+        if mask is not None and not bool(mask.all()) and "attention_mask" in accepted:
+            kwargs["attention_mask"] = mask.to(device).long()
+        if "use_cache" in accepted:
+            kwargs["use_cache"] = False
+        return self.module(**kwargs)
+
+    def _enter_block(self, *_: object) -> None:
+        self.layer, self.inside = self.layer + 1, True
+
+    def _leave_block(self, *_: object) -> None:
+        self.inside = False
+
+
+def first(output: Any) -> Any:
+    """The tensor of a module's output: most blocks return it bare, some as the first of a tuple."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def with_first(output: Any, tensor: Tensor) -> Any:
+    """The module's output with `tensor` in the tensor's place."""
+    return type(output)((tensor, *output[1:])) if isinstance(output, (tuple, list)) else tensor
+
+
+@lru_cache(maxsize=None)
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the positional parameters of a module's forward."""
+    return tuple(p for p in inspect.signature(kind.forward).parameters if p != "self")
