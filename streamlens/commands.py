@@ -1,0 +1,95 @@
+"""What each command of the command line does once its arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pandas as pd
+
+import streamlens as sl
+
+from . import promptfile, text
+from .errors import InputError
+from .folder import output_folder
+from .schema import write_parquet
+
+TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "norms": "norms", "card": "card"}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command of `args`: results to `--out`, or as readable text to stdout. Raises StreamLensError for bad input."""
+    warnings.showwarning = _one_line
+    if args.command == "report":
+        _report(args)
+        return
+    with output_folder(args.out, args.overwrite) if args.out else nullcontext() as folder:
+        model = _load(args)
+        frame = MEASURES[args.command](model, args)
+        if folder is None:
+            print(frame.to_csv(index=False) if args.csv else TEXTS[args.command](frame, args), end="" if args.csv else "\n")
+        else:
+            save(frame, folder, TABLE_OF[args.command], csv=args.csv)
+            FIGURES[args.command](frame, folder)
+    if args.out:
+        print(f"written to {args.out}")
+
+
+def save(frame: pd.DataFrame, folder: Path, name: str, csv: bool = False) -> None:
+    """Write one table as Parquet and, where asked, as CSV."""
+    write_parquet(frame, folder / f"{name}.parquet")
+    if csv:
+        frame.to_csv(folder / f"{name}.csv", index=False)
+
+
+def _one_line(message, category, filename, lineno, file=None, line=None) -> None:
+    print(f"streamlens: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def _load(args: argparse.Namespace):
+    return sl.load(args.model, device=args.device, dtype=args.dtype)
+
+
+def _prompts(args: argparse.Namespace) -> list[str] | pd.DataFrame | None:
+    return promptfile.read_prompts(args.prompts) if args.prompts else args.prompt
+
+
+def _one_or_each(tokens: list[str] | None) -> str | list[str] | None:
+    """A single `--target` serves every prompt; several are one a prompt."""
+    return tokens[0] if tokens and len(tokens) == 1 else tokens
+
+
+def _read_at(args: argparse.Namespace) -> dict[str, object]:
+    """The arguments that attribute and ablate share."""
+    return {
+        "target": _one_or_each(args.target),
+        "versus": _one_or_each(args.versus),
+        "positions": args.positions,
+        "progress": not args.quiet,
+    }
+
+
+def _attribute(model, args: argparse.Namespace) -> pd.DataFrame:
+    if args.top < 1:
+        raise InputError(f"top must be 1 or more; got {args.top}")
+    return sl.attribute(model, _prompts(args), **_read_at(args))
+
+
+def _ablate(model, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.ablate(model, _prompts(args), unit=args.unit, layers=args.layers, metrics=args.metrics, **_read_at(args))
+
+
+def _norms(model, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.norms(model, _prompts(args), positions=args.positions or "all", progress=not args.quiet)
+
+
+MEASURES = {"attribute": _attribute, "ablate": _ablate, "norms": _norms, "card": lambda model, args: sl.card(model)}
+TEXTS = {
+    "attribute": lambda frame, args: text.attribution_text(frame, args.top),
+    "ablate": lambda frame, args: text.ablation_text(frame),
+    "norms": lambda frame, args: text.norms_text(frame),
+    "card": lambda frame, args: text.card_text(frame),
+}

@@ -1,0 +1,89 @@
+"""A folder with every table, their figures and a page that shows them: the answer to "what is in this model?"."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from . import api, page, schema
+from .folder import output_folder
+from .prompts import all_bundled
+from .summary import Tables, summarise
+
+UNITS = ("block", "attn", "mlp")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where the files are, the tables, the summary as printed, and how many bundled prompts this tokenizer could not serve."""
+
+    folder: Path
+    tables: Tables
+    summary: str
+    left_out: int
+
+
+def report(
+    model="smollm2-135m",
+    prompts=None,
+    out: str | os.PathLike | None = None,
+    *,
+    target=None,
+    versus=None,
+    seed: int = 0,
+    csv: bool = False,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> Report:
+    """Attribute, remove and measure over a set of prompts, and write tables (Parquet), figures (PDF, PNG) and a page into a folder.
+
+    `model` is a loaded model or anything that :func:`streamlens.load` opens; `prompts` anything that the calls take, by default the
+    bundled sets, of which those are left out whose target or versus isn't one token for this tokenizer. `out` is by default a new folder
+    streamlens-report-<date>-<time> in the current one. Attribution and removal are read at each prompt's last token; loss and norms
+    at all. Raises InputError for bad input, before anything is written.
+    """
+    folder = Path(out) if out is not None else _dated()
+    with output_folder(folder, overwrite) as work:
+        model = api.load(model) if isinstance(model, (str, os.PathLike)) else model
+        left_out = 0
+        if prompts is None:
+            prompts, left_out = all_bundled(model.tokenizer, seed=seed)
+        tables = measure(model, prompts, target, versus, progress)
+        summary = summarise(tables, left_out, seed)
+        for name in ("card", "attribution", "ablation", "norms"):
+            table = getattr(tables, name)
+            schema.write_parquet(table, work / f"{name}.parquet")
+            if csv:
+                table.to_csv(work / f"{name}.csv", index=False)
+        page.write(work, tables, summary)
+    return Report(folder, tables, summary, left_out)
+
+
+def measure(model, prompts, target=None, versus=None, progress: bool = False) -> Tables:
+    """The four tables over `prompts`: logits and removal at the last token of each, loss (blocks only) and norms at every token."""
+    asked = {"target": "top" if target is None and not _names_targets(prompts) else target, "versus": versus}
+    attribution = api.attribute(model, prompts, **asked, progress=progress)
+    parts = [api.ablate(model, prompts, unit=unit, **asked, positions="last", progress=progress) for unit in UNITS]
+    parts.append(api.ablate(model, _without_targets(prompts), unit="block", metrics=["loss"], progress=progress))
+    norms = api.norms(model, prompts, progress=progress)
+    return Tables(api.card(model), attribution, schema.concat(parts, "ablation"), norms)
+
+
+def _names_targets(prompts) -> bool:
+    return isinstance(prompts, pd.DataFrame) and "target" in prompts.columns
+
+
+def _without_targets(prompts):
+    """Loss is about each position's own next token; it knows no target."""
+    return prompts.drop(columns=["target", "versus"], errors="ignore") if isinstance(prompts, pd.DataFrame) else prompts
+
+
+def _dated() -> Path:
+    """A folder name that is free, also for a second report within the second."""
+    stem = f"streamlens-report-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    names = (Path(stem if n == 1 else f"{stem}-{n}") for n in range(1, 1000))
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,74 @@
+"""The tables as a terminal shows them: what is largest first, sums that can be checked by eye."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+_GROUP = ["prompt", "position", "target", "versus"]
+
+
+def component_name(row) -> str:
+    """`L3 head 7`, `L12 mlp`, `embed`: a row of an attribution table in words."""
+    place = f"L{row.layer} " if row.layer >= 0 else ""
+    again = f".{row.sublayer}" if row.sublayer > 0 else ""
+    return f"{place}{row.component}{again}" + (f" {row.head}" if row.head >= 0 else "")
+
+
+def attribution_text(df: pd.DataFrame, top: int = 20) -> str:
+    """For each logit its `top` largest contributions, the sum of the rest, and the logit that all of them sum to."""
+    return "\n\n".join(_one_logit(group, top) for _, group in df.groupby(_GROUP, sort=False))
+
+
+def _one_logit(group: pd.DataFrame, top: int) -> str:
+    first = group.iloc[0]
+    against = f" - {str(first.versus_token)!r}" if first.versus != -1 else ""
+    head = f"prompt {first.prompt}: {_shortened(str(first.prompt_text))!r}, position {first.position} ({str(first.token)!r})"
+    ordered = group.sort_values("contribution", key=abs, ascending=False, kind="stable")
+    lines = [(component_name(row), row.contribution) for row in ordered.head(top).itertuples()]
+    if len(ordered) > top:
+        lines.append((f"{len(ordered) - top} others", ordered.contribution.iloc[top:].sum()))
+    lines.append(("sum", group.contribution.sum()))
+    lines.append(("logit", first.logit))
+    body = "\n".join(f"  {name:<16} {value:>10.4f}" for name, value in lines)
+    return f"{head}\nlogit of {str(first.target_token)!r}{against}\n{body}"
+
+
+def _shortened(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else "..." + text[3 - width :]
+
+
+def ablation_text(df: pd.DataFrame) -> str:
+    """Mean change of each metric over prompts (each prompt counts once), one line a layer; the untouched model's mean on top."""
+    within = df.groupby(["unit", "layer", "sublayer", "metric", "prompt"], observed=True)[["clean", "delta"]].mean()
+    means = within.groupby(level=["unit", "layer", "sublayer", "metric"], observed=True).mean()
+    clean = means.groupby(level="metric", observed=True)["clean"].first()
+    table = _without_constant(means["delta"].unstack("metric"), "sublayer")
+    untouched = ", ".join(f"{metric} {value:.4f}" for metric, value in clean.items())
+    return f"untouched model: {untouched}\nchange when removed (ablated - clean), mean over {df.prompt.nunique()} prompt(s)\n{_table(table)}"
+
+
+def norms_text(df: pd.DataFrame) -> str:
+    """Mean of each measure over prompts and positions at each site, one line a layer; position 0 left out where there are others."""
+    rows = df[df.position > 0] if (df.position > 0).any() else df
+    table = rows.groupby(["measure", "layer", "sublayer", "site"], observed=True)["value"].mean().unstack("site")
+    order = [s for s in ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final") if s in table.columns]
+    table = table[[*order, *(s for s in table.columns if s not in order)]]
+    left_out = ", position 0 left out" if len(rows) < len(df) else ""
+    return f"mean over {df.prompt.nunique()} prompt(s){left_out}\n{_table(_without_constant(table, 'sublayer'))}"
+
+
+def card_text(df: pd.DataFrame) -> str:
+    """One fact a line."""
+    width = max(map(len, df.columns))
+    return "\n".join(f"{name:<{width}}  {df[name].iloc[0]}" for name in df.columns)
+
+
+def _without_constant(table: pd.DataFrame, level: str) -> pd.DataFrame:
+    """Drop an index level that tells nothing apart."""
+    return table.droplevel(level) if len(table.index.unique(level)) == 1 else table
+
+
+def _table(table: pd.DataFrame) -> str:
+    table = table.copy()
+    table.columns = list(table.columns)
+    return table.reset_index().to_string(index=False, float_format="{:.4f}".format, na_rep="")
