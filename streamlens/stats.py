@@ -105,16 +105,17 @@ def top_components(df: pd.DataFrame, n: int = 10, level: float = 0.95, n_boot: i
     return means.groupby("model", observed=True).head(n).sort_values("model", kind="stable").reset_index(drop=True)
 
 
-def log_norms(df: pd.DataFrame, measure: str = "l2") -> pd.DataFrame:
+def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> pd.DataFrame:
     """The rows of a norms table where the stream enters each block or leaves the last, with a column `log` = ln(value).
 
     These are the sites resid_pre (layer 0 to n_layers - 1) and final (layer n_layers). Raises InputError for a measure or a site
-    that is not in the table, a value that has no logarithm, or rows that repeat (models put together without a `model` column).
+    that is not in the table, a value that has no logarithm, or rows that repeat within the groups of `by` (models put together
+    without a `model` column).
     """
     _columns(df, ["prompt", "position", "layer", "site", "measure", "value"], "df")
     choice("measure", measure, df["measure"].unique())
     rows = df[(df["measure"] == measure) & df["site"].isin(["resid_pre", "final"])]
-    key = [name for name in ("model", "prompt", "position", "layer", "site") if name in rows.columns]
+    key = [name for name in dict.fromkeys(["model", *by, "prompt", "position", "layer", "site"]) if name in rows.columns]
     if rows.empty:
         raise InputError(f"df must have the sites resid_pre and final; got {', '.join(map(str, df['site'].unique()))}")
     if rows.duplicated(key).any():

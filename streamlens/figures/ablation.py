@@ -1,0 +1,55 @@
+"""The figure of the ablation table: what each layer's removal does to a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from ..errors import InputError, choice
+from ..stats import mean_interval
+from . import frames, labels, lines
+from .style import new_axes
+
+_NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
+_METRICS = {
+    "loss": "Δ loss (nats)",
+    "kl": "KL divergence (nats)",
+    "js": "JS divergence (nats)",
+    "target_logit": "Δ target logit (logits)",
+    "logit_diff": "Δ logit difference (logits)",
+    "target_rank": "Δ rank of the target",
+    "top1_agree": "Δ top-1 agreement",
+}
+
+
+def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: str | Sequence[str] | None = None) -> Axes:
+    """What breaks without a layer: the change of `metric` against the layer removed, one curve a unit (block, attn, mlp).
+
+    `df` is an ablation table. A curve is the mean of delta over prompts (positions averaged within each first), its band the 95%
+    interval from resampling prompts. `by` names columns with several values that get curves of their own, such as "model" or
+    "method". Raises InputError for a metric that is not in the table, for heads (which have no single layer's curve), and for several
+    models, methods, spans or targets that `by` does not name.
+    """
+    frames.columns(df, _NEEDED, "an ablation")
+    by = frames.grouping(df, by)
+    choice("metric", metric, df["metric"].unique())
+    rows = df[df["metric"] == metric]
+    if (rows["unit"] == "head").any():
+        raise InputError("df must hold the units block, attn or mlp; got heads, of which a layer has many")
+    frames.refuse_several(rows, by)
+    frames.refuse_targets(rows, by, may=" or name it in by=")
+    groups = list(dict.fromkeys([*by, "unit"]))
+    means = mean_interval(rows, "delta", [*groups, "layer"])
+    looks = lines.looks(means[groups])
+    ax = ax or new_axes()
+    ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
+    for key, look in looks.items():
+        lines.draw(ax, lines.of(means, groups, key), lines.name(key), look)
+    lines.layer_axis(ax, means["layer"])
+    ax.set(xlabel="layer", ylabel=_METRICS.get(metric, f"Δ {metric}"))
+    interval = "" if means["n"].max() == 1 else ", 95% interval"
+    ax.set_title(f"mean of {labels.sample(means['n'])}{interval}" if interval else labels.sample(means["n"]))
+    ax.legend()
+    return ax

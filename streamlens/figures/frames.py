@@ -1,0 +1,56 @@
+"""What a figure takes: nothing is averaged that should not be. Several targets, models or methods are refused, unless `by` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from ..errors import InputError
+
+# Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
+_NOT_AVERAGED = ("model", "method", "span", "sublayer", "expert", "at", "reference")
+
+
+def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
+    """Raise InputError unless `df` has these columns and rows."""
+    missing = [name for name in names if name not in df.columns]
+    if missing:
+        raise InputError(f"df must be {table} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns)) or 'none'}")
+    if df.empty:
+        raise InputError(f"df must be {table} table with rows; got none")
+
+
+def grouping(df: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:
+    """`by` as a list of columns of `df`."""
+    by = [] if by is None else [by] if isinstance(by, str) else list(by)
+    for name in by:
+        if name not in df.columns:
+            raise InputError(f"by must name a column of df ({', '.join(map(str, df.columns))}); got {name!r}")
+    return by
+
+
+def refuse_several(df: pd.DataFrame, by: Sequence[str] = (), names: Sequence[str] = _NOT_AVERAGED, may: str = " or name it in by=") -> None:
+    """Raise InputError where a column that must not be averaged has several values and `by` does not name it."""
+    for name in names:
+        if name in df.columns and name not in by and df[name].nunique() > 1:
+            values = ", ".join(map(str, df[name].unique()[:4]))
+            raise InputError(f"df must hold one {name}; got {df[name].nunique()} ({values}): select one{may}")
+
+
+def refuse_targets(df: pd.DataFrame, by: Sequence[str] = (), may: str = "") -> None:
+    """Raise InputError where one position of a prompt has several targets (or versus), which have no common mean."""
+    place = [name for name in ("model", "prompt", "position", *by) if name in df.columns]
+    pairs = df[list(dict.fromkeys([*place, "target", "versus"]))].drop_duplicates()
+    repeated = pairs.duplicated(place)
+    if repeated.any():
+        first = pairs[repeated].iloc[0]
+        raise InputError(
+            f"df must hold one target and versus a position; got several, first at prompt {first['prompt']}, "
+            f"position {first['position']}: select one{may}"
+        )
+
+
+def positions(df: pd.DataFrame) -> pd.Series:
+    """How many positions each prompt has."""
+    return df[["prompt", "position"]].drop_duplicates().groupby("prompt").size()

@@ -1,0 +1,54 @@
+"""Words in figures: names of components, tokens made visible, and what a mean was taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import pandas as pd
+from matplotlib.font_manager import FontProperties, findfont, get_font
+
+_WORDS = {"mlp": "MLP", "mlp_bias": "MLP bias", "pos_embed": "pos. embed", "neuron_rest": "other neurons"}
+
+
+def component(row: Mapping[str, object]) -> str:
+    """A component's short name: "L12 H3", "MLP 20", "attn bias 4", "embed". `row` is a row of an attribution table."""
+    name, layer = str(row["component"]), int(row["layer"])
+    sublayer = f".{row['sublayer']}" if row.get("sublayer", -1) > 0 else ""
+    if name == "head":
+        label = f"L{layer}{sublayer} H{row['head']}"
+    else:
+        label = _WORDS.get(name, name.replace("_", " ")) + (f" {layer}{sublayer}" if layer >= 0 else "")
+    parts = [f"{word}{row[column]}" for column, word in (("neuron", "#"), ("expert", "#"), ("source", "from ")) if row.get(column, -1) >= 0]
+    return " ".join([label, *parts])
+
+
+@cache
+def _glyphs(font: str) -> frozenset[int]:
+    return frozenset(get_font(font).get_charmap())
+
+
+def visible(text: str, longest: int = 24) -> str:
+    """A token in quotes with its spaces; what the font cannot draw is escaped, since matplotlib would draw an empty box and warn."""
+    glyphs = _glyphs(findfont(FontProperties()))
+    shown = [c if c.isprintable() and ord(c) in glyphs else c.encode("unicode_escape").decode() for c in text]
+    kept = shown if len(shown) <= longest else [*shown[: longest - 1], "…"]
+    return f"“{''.join(kept)}”"
+
+
+def target(rows: pd.DataFrame) -> str:
+    """What the logit is of: the first row's target, less its versus."""
+    row = rows.iloc[0]
+    less = {-1: "", -2: " − mean"}.get(int(row["versus"]), f" − {visible(str(row['versus_token']))}")
+    return f"{visible(str(row['target_token']))}{less}"
+
+
+def sample(n: pd.Series, positions: pd.Series | None = None) -> str:
+    """How many prompts a mean is over, and how many positions of each where there are several."""
+    prompts = f"{n.max()} prompts" if n.max() > 1 else "1 prompt"
+    if n.min() < n.max():
+        prompts = f"{n.min()} to {prompts}"
+    if positions is None or positions.max() < 2:
+        return prompts
+    each = f"{positions.max()}" if positions.min() == positions.max() else f"{positions.min()} to {positions.max()}"
+    return f"{prompts}, {each} positions{' each' if n.max() > 1 else ''}"
