@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pandas as pd
 
 import streamlens as sl
 
-from . import promptfile, text
+from . import figures, promptfile, text
 from .errors import InputError
 from .folder import output_folder
 from .schema import write_parquet
 
+WATERFALLS = 8  # figures a call draws at most, one a logit
 TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "norms": "norms", "card": "card"}
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command of `args`: results to `--out`, or as readable text to stdout. Raises StreamLensError for bad input."""
-    warnings.showwarning = _one_line
-    if args.command == "report":
-        _report(args)
-        return
+    with _notices(args.quiet):
+        _report(args) if args.command == "report" else _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> None:
     with output_folder(args.out, args.overwrite) if args.out else nullcontext() as folder:
         model = _load(args)
         frame = MEASURES[args.command](model, args)
@@ -43,6 +47,23 @@ def save(frame: pd.DataFrame, folder: Path, name: str, csv: bool = False) -> Non
     write_parquet(frame, folder / f"{name}.parquet")
     if csv:
         frame.to_csv(folder / f"{name}.csv", index=False)
+
+
+@contextmanager
+def _notices(quiet: bool) -> Iterator[None]:
+    """Warnings, and what takes long and happens once (unpacking the default model), as single lines on stderr."""
+    log, handler = logging.getLogger("streamlens"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("streamlens: %(message)s"))
+    level = log.level
+    with warnings.catch_warnings():
+        warnings.showwarning = _one_line
+        log.addHandler(handler)
+        log.setLevel(logging.WARNING if quiet else logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
 
 
 def _one_line(message, category, filename, lineno, file=None, line=None) -> None:
@@ -93,3 +114,34 @@ TEXTS = {
     "norms": lambda frame, args: text.norms_text(frame),
     "card": lambda frame, args: text.card_text(frame),
 }
+
+
+def _draw_attribution(frame: pd.DataFrame, folder: Path) -> None:
+    """A head map where each prompt has one target, and a waterfall of each logit, of the first few where there are many."""
+    groups = [rows for _, rows in frame.groupby(["prompt", "position", "target", "versus"], sort=False)]
+    if not frame.drop_duplicates(["prompt", "position", "target", "versus"]).duplicated(["prompt", "position"]).any():
+        figures.save(figures.heads(frame), folder / "heads")
+    for number, rows in enumerate(groups[:WATERFALLS]):
+        figures.save(figures.waterfall(rows), folder / f"waterfall_{number}")
+
+
+def _draw_removal(frame: pd.DataFrame, folder: Path) -> None:
+    for metric in frame.metric.unique():
+        figures.save(figures.removal(frame, metric=metric), folder / f"removal_{metric}")
+
+
+FIGURES = {
+    "attribute": _draw_attribution,
+    "ablate": _draw_removal,
+    "norms": lambda frame, folder: figures.save(figures.growth(frame), folder / "growth"),
+    "card": lambda frame, folder: None,
+}
+
+
+def _report(args: argparse.Namespace) -> None:
+    from .report import report
+
+    asked = {"target": _one_or_each(args.target), "versus": _one_or_each(args.versus), "progress": not args.quiet}
+    opened = {"device": args.device, "dtype": args.dtype, "seed": args.seed}
+    done = report(args.model, _prompts(args), args.out, **asked, **opened, csv=args.csv, overwrite=args.overwrite)
+    print(f"{done.summary}\n\ntables, figures and the page index.html are in {done.folder}")

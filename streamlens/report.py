@@ -34,6 +34,8 @@ def report(
     *,
     target=None,
     versus=None,
+    device=None,
+    dtype=None,
     seed: int = 0,
     csv: bool = False,
     overwrite: bool = False,
@@ -41,14 +43,14 @@ def report(
 ) -> Report:
     """Attribute, remove and measure over a set of prompts, and write tables (Parquet), figures (PDF, PNG) and a page into a folder.
 
-    `model` is a loaded model or anything that :func:`streamlens.load` opens; `prompts` anything that the calls take, by default the
-    bundled sets, of which those are left out whose target or versus isn't one token for this tokenizer. `out` is by default a new folder
-    streamlens-report-<date>-<time> in the current one. Attribution and removal are read at each prompt's last token; loss and norms
-    at all. Raises InputError for bad input, before anything is written.
+    `model` is a loaded model, or a name or folder that :func:`streamlens.load` opens with `device` and `dtype`; `prompts` anything that
+    the calls take, by default the bundled sets, of which those are left out whose target or versus isn't one token for this tokenizer.
+    `out` is by default a new folder streamlens-report-<date>-<time> in the current one. Attribution and removal are read at each prompt's
+    last token; loss and norms at all. Raises InputError for bad input, before anything is written.
     """
     folder = Path(out) if out is not None else _dated()
     with output_folder(folder, overwrite) as work:
-        model = api.load(model) if isinstance(model, (str, os.PathLike)) else model
+        model = api.load(model, device=device, dtype=dtype) if isinstance(model, (str, os.PathLike)) else model
         left_out = 0
         if prompts is None:
             prompts, left_out = all_bundled(model.tokenizer, seed=seed)

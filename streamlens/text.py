@@ -44,7 +44,7 @@ def ablation_text(df: pd.DataFrame) -> str:
     clean = means.groupby(level="metric", observed=True)["clean"].first()
     table = _without_constant(means["delta"].unstack("metric"), "sublayer")
     untouched = ", ".join(f"{metric} {value:.4f}" for metric, value in clean.items())
-    return f"untouched model: {untouched}\nchange when removed (ablated - clean), mean over {df.prompt.nunique()} prompt(s)\n{_table(table)}"
+    return f"untouched model: {untouched}\nwithout the layer (ablated - clean), mean over {df.prompt.nunique()} prompt(s)\n{_table(table)}"
 
 
 def norms_text(df: pd.DataFrame) -> str:
