@@ -47,7 +47,7 @@ class Readout:
     """A run whose writes are leaves: :meth:`forward` once, then :meth:`pull` once for every direction of interest."""
 
     def __init__(self, module: nn.Module, anatomy: Anatomy):
-        self.anatomy = anatomy
+        self.module, self.anatomy = module, anatomy
         self.leaves: dict[Key, Tensor] = {}
         self._sink: Sink | None = None
         self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)

@@ -1,0 +1,71 @@
+"""`sl.load`: open a model, find its anatomy, prove it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from streamlens.models.anatomy import Anatomy
+from streamlens.models.bridge import make_bridge
+from streamlens.models.discover import discover
+from streamlens.models.sources import open_source
+from streamlens.models.structure import text_config
+from streamlens.models.verify import Proof, probe_ids, prove
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose residual stream is understood: what every call of streamlens takes.
+
+    `module` is the user's own Hugging Face module and stays as it is; `proof` holds what was measured at load.
+    """
+
+    module: nn.Module = field(repr=False)
+    tokenizer: object | None = field(repr=False)
+    name: str
+    source: str
+    revision: str | None
+    anatomy: Anatomy = field(repr=False)
+    proof: Proof = field(repr=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.get_output_embeddings().weight.dtype
+
+    @property
+    def n_layers(self) -> int:
+        return self.anatomy.n_layers
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens that the model can read; None where nothing limits them."""
+        length = getattr(text_config(self.module), "max_position_embeddings", None)
+        return length if isinstance(length, int) and length > 0 else None
+
+    def bridge(self, copy: bool = False):
+        """A TransformerBridge on a copy of the module tree that shares the parameter tensors; `copy=True` copies them too.
+
+        Compatibility mode edits weights: take `copy=True` for it.
+        """
+        return make_bridge(self.module, self.tokenizer, copy=copy)
+
+
+def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False) -> Model:
+    """Open a model and prove that its stream can be read exactly.
+
+    `source`: "smollm2-135m", a Hugging Face name, a folder, a GGUF file, a loaded Hugging Face causal language model or a
+    TransformerBridge. `dtype` None keeps the checkpoint's, `device` None takes CUDA where present. A model already given to
+    `load` may be given again.
+
+    Raises :class:`SourceError` for what cannot be found, :class:`InputError` for parameters that do not fit, and
+    :class:`UnsupportedModelError` for a model whose logits cannot be explained exactly, with what was measured.
+    """
+    if isinstance(source, Model):
+        return source
+    opened = open_source(source, tokenizer=tokenizer, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    ids = probe_ids(opened.module)
+    anatomy = discover(opened.module, ids)
+    anatomy, proof = prove(opened.module, anatomy, skip=opened.trusted)
+    return Model(opened.module, opened.tokenizer, opened.name, opened.source, opened.revision, anatomy, proof)

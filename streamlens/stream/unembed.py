@@ -1,0 +1,84 @@
+"""The unembedding, read row by row: logits for the tokens that somebody asked for, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from streamlens.models.anatomy import LogitMap
+from streamlens.models.logits import apply_map, capped
+from streamlens.models.structure import bias_of
+
+NO_VERSUS, MEAN_VERSUS = -1, -2
+
+CHUNK_ELEMENTS = 2**23
+"""Logits made at once where all of the vocabulary is needed: 32 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Unembed:
+    """A model's unembedding with its logit map; sums in float32, in float64 for a float64 model."""
+
+    module: nn.Module
+    logit_map: LogitMap
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.module.weight.dtype, torch.float32)
+
+    @property
+    def n_vocab(self) -> int:
+        return self.module.weight.shape[0]
+
+    def direction(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
+        """What a stream entering the unembedding is multiplied with: W_U[target] - W_U[versus], times the multiplier."""
+        rows = self._rows(self.module.weight, target)
+        minus = self._rows(self.module.weight, versus.clamp_min(0))
+        minus = torch.where((versus == NO_VERSUS)[:, None], torch.zeros_like(minus), minus)
+        if bool((versus == MEAN_VERSUS).any()):
+            minus = torch.where((versus == MEAN_VERSUS)[:, None], self.module.weight.to(self.wide).mean(0), minus)
+        return (rows - minus) * self.logit_map.multiplier
+
+    def bias(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """The unembedding bias's share of each logit or logit difference."""
+        bias = bias_of(self.module)
+        if bias is None:
+            return torch.zeros(len(target), dtype=self.wide, device=target.device)
+        minus = torch.where(versus == NO_VERSUS, torch.zeros((), dtype=self.wide, device=bias.device), self._rows(bias, versus.clamp_min(0)))
+        minus = torch.where(versus == MEAN_VERSUS, bias.to(self.wide).mean(), minus)
+        return (self._rows(bias, target) - minus) * self.logit_map.multiplier
+
+    def logit(self, hidden: Float[Tensor, "row d_model"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """One logit a row before the cap, from the unembedding's own row."""
+        none = torch.full_like(token, NO_VERSUS)
+        return (hidden.to(self.wide) * self.direction(token, none)).sum(-1) + self.bias(token, none)
+
+    def softcap(self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+        """What the cap adds to each logit or logit difference: [cap(z_t) - cap(z_v)] - [z_t - z_v]."""
+        cap = self.logit_map.cap
+        if cap is None:
+            return torch.zeros(len(target), dtype=self.wide, device=hidden.device)
+        z_t, z_v = self.logit(hidden, target), self.logit(hidden, versus.clamp_min(0))
+        bend_v = torch.where(versus == NO_VERSUS, torch.zeros_like(z_v), capped(z_v, cap) - z_v)
+        return capped(z_t, cap) - z_t - bend_v
+
+    def logits(self, hidden: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
+        """All printed logits of the given rows."""
+        return apply_map(self.module(hidden).to(self.wide), self.logit_map)
+
+    def chunks(self, n_rows: int) -> Iterator[slice]:
+        """Slices of rows whose full logits are at most :data:`CHUNK_ELEMENTS`."""
+        size = max(1, CHUNK_ELEMENTS // self.n_vocab)
+        return (slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size))
+
+    @torch.no_grad()
+    def top(self, hidden: Float[Tensor, "row d_model"]) -> Int[Tensor, " row"]:
+        """The likeliest token of each row."""
+        return torch.cat([self.logits(hidden[rows]).argmax(-1) for rows in self.chunks(len(hidden))])
+
+    def _rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        return table[ids.to(table.device)].to(self.wide)
