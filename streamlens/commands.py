@@ -20,19 +20,24 @@ from .folder import output_folder
 from .schema import write_parquet
 
 WATERFALLS = 8  # figures a call draws at most, one a logit
+Given = list[str] | pd.DataFrame | None  # prompts as the command line gives them
 TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "norms": "norms", "card": "card"}
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command of `args`: results to `--out`, or as readable text to stdout. Raises StreamLensError for bad input."""
     with _notices(args.quiet):
-        _report(args) if args.command == "report" else _measure(args)
+        prompts = _prompts(args)  # before the model, which takes longer to open than a file to be found missing
+        if args.command == "report":
+            _report(args, prompts)
+        else:
+            _measure(args, prompts)
 
 
-def _measure(args: argparse.Namespace) -> None:
+def _measure(args: argparse.Namespace, prompts: Given) -> None:
     with output_folder(args.out, args.overwrite) if args.out else nullcontext() as folder:
         model = _load(args)
-        frame = MEASURES[args.command](model, args)
+        frame = MEASURES[args.command](model, prompts, args)
         if folder is None:
             print(frame.to_csv(index=False) if args.csv else TEXTS[args.command](frame, args), end="" if args.csv else "\n")
         else:
@@ -74,7 +79,11 @@ def _load(args: argparse.Namespace):
     return sl.load(args.model, device=args.device, dtype=args.dtype)
 
 
-def _prompts(args: argparse.Namespace) -> list[str] | pd.DataFrame | None:
+def _prompts(args: argparse.Namespace) -> Given:
+    if args.command == "card":
+        return None
+    if args.command == "attribute" and args.top < 1:
+        raise InputError(f"top must be 1 or more; got {args.top}")
     return promptfile.read_prompts(args.prompts) if args.prompts else args.prompt
 
 
@@ -93,21 +102,19 @@ def _read_at(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _attribute(model, args: argparse.Namespace) -> pd.DataFrame:
-    if args.top < 1:
-        raise InputError(f"top must be 1 or more; got {args.top}")
-    return sl.attribute(model, _prompts(args), **_read_at(args))
+def _attribute(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.attribute(model, prompts, **_read_at(args))
 
 
-def _ablate(model, args: argparse.Namespace) -> pd.DataFrame:
-    return sl.ablate(model, _prompts(args), unit=args.unit, layers=args.layers, metrics=args.metrics, **_read_at(args))
+def _ablate(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.ablate(model, prompts, unit=args.unit, layers=args.layers, metrics=args.metrics, **_read_at(args))
 
 
-def _norms(model, args: argparse.Namespace) -> pd.DataFrame:
-    return sl.norms(model, _prompts(args), positions=args.positions or "all", progress=not args.quiet)
+def _norms(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.norms(model, prompts, positions=args.positions or "all", progress=not args.quiet)
 
 
-MEASURES = {"attribute": _attribute, "ablate": _ablate, "norms": _norms, "card": lambda model, args: sl.card(model)}
+MEASURES = {"attribute": _attribute, "ablate": _ablate, "norms": _norms, "card": lambda model, prompts, args: sl.card(model)}
 TEXTS = {
     "attribute": lambda frame, args: text.attribution_text(frame, args.top),
     "ablate": lambda frame, args: text.ablation_text(frame),
@@ -138,10 +145,10 @@ FIGURES = {
 }
 
 
-def _report(args: argparse.Namespace) -> None:
+def _report(args: argparse.Namespace, prompts: Given) -> None:
     from .report import report
 
     asked = {"target": _one_or_each(args.target), "versus": _one_or_each(args.versus), "progress": not args.quiet}
     opened = {"device": args.device, "dtype": args.dtype, "seed": args.seed}
-    done = report(args.model, _prompts(args), args.out, **asked, **opened, csv=args.csv, overwrite=args.overwrite)
+    done = report(args.model, prompts, args.out, **asked, **opened, csv=args.csv, overwrite=args.overwrite)
     print(f"{done.summary}\n\ntables, figures and the page index.html are in {done.folder}")
