@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import struct
 from pathlib import Path
 
 from torch import nn
@@ -36,7 +37,11 @@ def _load(source: str, dtype, **options) -> nn.Module:
     with one_line(source), quiet_transformers():
         config = AutoConfig.from_pretrained(source, **options)
         check_decoder(config)
-        return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype or "auto", **options)
+        module, info = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype or "auto", output_loading_info=True, **options
+        )
+    _check_complete(source, module, info)
+    return module
 
 
 def load_gguf(file: Path, *, dtype=None) -> nn.Module:
@@ -45,16 +50,26 @@ def load_gguf(file: Path, *, dtype=None) -> nn.Module:
 
     # transformers draws this bar with plain tqdm, which no switch of its own reaches.
     with one_line(str(file)), quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        module = AutoModelForCausalLM.from_pretrained(
+        module, info = AutoModelForCausalLM.from_pretrained(
             str(file.parent),
             gguf_file=file.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=dtype,
             local_files_only=True,
+            output_loading_info=True,
         )
+    _check_complete(str(file), module, info)
     if not module.config.architectures:  # a GGUF header names none, and TransformerLens asks for it
         module.config.architectures = [type(module).__name__]
     return module
+
+
+def _check_complete(source: str, module: nn.Module, info: dict) -> None:
+    """Refuse a checkpoint that leaves parameters at their random initial values; transformers only warns of it."""
+    absent = sorted(info["missing_keys"]) + sorted(str(entry) for entry in info["mismatched_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise SourceError(f"{source} does not hold all weights of a {type(module).__name__}: {absent[0]}{more} would be random")
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None, **options):
@@ -79,7 +94,7 @@ def one_line(source: str):
         yield
     except StreamLensError:
         raise
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         raise SourceError(f"cannot open {source}: {_reason(error)}") from error
     except Exception as error:
         if type(error).__module__.split(".")[0] not in ("safetensors", "safetensors_rust", "huggingface_hub"):

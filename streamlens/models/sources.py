@@ -6,7 +6,7 @@ Only opening happens here. Where the stream is read and written is `anatomy`'s p
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,8 +28,8 @@ class Opened:
     `trusted` holds only for the converted copy of the default model whose bytes are known.
     """
 
-    module: nn.Module
-    tokenizer: object | None
+    module: nn.Module = field(repr=False)
+    tokenizer: object | None = field(repr=False)
     name: str
     source: str
     revision: str | None = None
@@ -86,7 +86,7 @@ def _kind(source) -> str:
 def _is_path(text: str) -> bool:
     """True for what exists on disk or can only be meant as a path: hub names have at most one slash, inside."""
     rooted = text.startswith((os.sep, ".", "~")) or Path(text).is_absolute()
-    return rooted or os.sep != "/" and os.sep in text or text.count("/") > 1 or Path(text).exists()
+    return rooted or (os.sep != "/" and os.sep in text) or text.count("/") > 1 or Path(text).exists()
 
 
 def _open_default(tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
@@ -140,14 +140,14 @@ def _check_as_loaded(module: nn.Module, device: torch.device | None, dtype: torc
     weight = next(module.parameters())
     if dtype is not None and weight.dtype != dtype:
         raise InputError(f"dtype must be None or {weight.dtype} for a model that is loaded already; got {dtype}. Cast it yourself first")
-    same = device is None or device.type == weight.device.type and device.index in (None, weight.device.index)
+    same = device is None or (device.type == weight.device.type and device.index in (None, weight.device.index))
     if not same:
         raise InputError(f"device must be None or {weight.device} for a model that is loaded already; got {device}. Move it yourself first")
 
 
 def _dtype(dtype) -> torch.dtype | None:
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if named is None and dtype is None or isinstance(named, torch.dtype) and named.is_floating_point:
+    if (named is None and dtype is None) or (isinstance(named, torch.dtype) and named.is_floating_point):
         return named
     raise InputError(f"dtype must be None or a floating-point torch dtype such as torch.float32; got {dtype!r}")
 
