@@ -1,0 +1,206 @@
+"""The command line, run as a user runs it; most cases in this process on the model that the session has loaded."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+import torch
+
+import streamlens as sl
+from streamlens import cli, schema
+
+EIFFEL = ["--prompt", "The Eiffel Tower is in the city of", "--target", " Paris", "--versus", " Rome"]
+
+
+@pytest.fixture
+def loaded(monkeypatch, smollm2):
+    """`sl.load` gives the session's model."""
+    monkeypatch.setattr(sl, "load", lambda source, device=None, dtype=None: smollm2)
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that exits with 2."""
+    assert cli.main([*argv, "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("streamlens: error: ")
+    return err.strip()
+
+
+def test_help_is_quick():
+    def seconds() -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "streamlens.cli", "--help"], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_every_command_has_help(capsys):
+    for command in ("report", "attribute", "ablate", "norms", "card"):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([command, "--help"])
+        assert "--out DIR" in capsys.readouterr().out
+
+
+def test_end_to_end_in_a_process_of_its_own(tmp_path):
+    command = [sys.executable, "-m", "streamlens.cli", "attribute", *EIFFEL, "--top", "3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TQDM_DISABLE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "logit of ' Paris' - ' Rome'" in done.stdout
+    assert "298 others" in done.stdout
+    assert "attribute: 100%" in done.stderr  # the progress bar
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_printed_shares_sum_to_the_logit(loaded, capsys):
+    assert cli.main(["attribute", *EIFFEL, "--top", "5"]) == 0
+    values = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[2:]]
+    *shares, total, logit = values
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(total, abs=5e-4)
+    assert total == pytest.approx(logit, abs=2e-4)
+
+
+def test_csv_on_stdout_is_the_whole_table(loaded, capsys, smollm2):
+    assert cli.main(["attribute", *EIFFEL, "--csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    df = sl.attribute(smollm2, EIFFEL[1], target=" Paris", versus=" Rome")
+    assert lines[0] == ",".join(df.columns)
+    assert len(lines) == 1 + len(df)
+
+
+def test_out_holds_table_and_figures(loaded, capsys, tmp_path):
+    assert cli.main(["attribute", *EIFFEL, "--out", str(tmp_path / "out"), "--csv"]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    figures = {f"{stem}.{ending}" for stem in ("heads", "waterfall_0") for ending in ("pdf", "png")}
+    assert names == {"attribution.parquet", "attribution.csv", "streamlens.json", *figures}
+    df = schema.read_parquet(tmp_path / "out" / "attribution.parquet", "attribution")
+    assert df.contribution.sum() == pytest.approx(df.logit.iloc[0], abs=1e-4)
+    assert df.attrs["model"] == "smollm2-135m"
+    assert str(tmp_path / "out") in capsys.readouterr().out
+
+
+def test_prompts_from_a_file_carry_their_columns(loaded, tmp_path):
+    pd.DataFrame({"prompt": ["One two three", "A B C D"], "target": [" four", " E"], "kind": ["words", "letters"]}).to_csv(
+        tmp_path / "p.csv", index=False
+    )
+    assert cli.main(["attribute", "--prompts", str(tmp_path / "p.csv"), "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    df = schema.read_parquet(tmp_path / "out" / "attribution.parquet", "attribution")
+    assert df.groupby("kind").target_token.unique().map(list).to_dict() == {"letters": [" E"], "words": [" four"]}
+
+
+def test_full_folder_needs_overwrite(loaded, capsys, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "which holds files" in refused(capsys, "attribute", *EIFFEL, "--out", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert cli.main(["attribute", *EIFFEL, "--out", str(tmp_path), "--overwrite", "--quiet"]) == 0
+    assert (tmp_path / "attribution.parquet").is_file()
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--prompt", ""], "prompt"),
+        (["--prompt", "word " * 9000], "8192"),
+        (["--prompt", "Hi", "--target", " antidisestablishmentarianism"], "' ant"),
+        (["--prompt", "Hi", "--target", " a", "--versus", " a"], "versus"),
+        (["--prompt", "Hi", "--positions", "7"], "positions"),
+        (["--prompt", "Hi", "--target", " a", "--target", " b", "--versus", " c", "--versus", " d", "--versus", " e"], "versus"),
+        (["--prompts", "nowhere.csv"], "nowhere.csv"),
+        (["--prompt", "Hi", "--top", "0"], "top must be 1 or more"),
+    ],
+    ids=["empty", "too-long", "several-tokens", "versus-is-target", "position", "count", "no-file", "top"],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(loaded, capsys, tmp_path, options, says):
+    assert says in refused(capsys, "attribute", *options, "--out", str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--layers", "30"], "layers"),
+        (["--metrics", "perplexity"], "metrics"),
+        (["--positions", "99"], "positions"),
+    ],
+)
+def test_bad_input_of_ablate(loaded, capsys, tmp_path, options, says):
+    assert says in refused(capsys, "ablate", *EIFFEL, *options, "--out", str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["gtp2-does-not-exist"], "gtp2-does-not-exist"),
+        (["./no-such-folder"], "no such folder"),
+        (["--dtype", "float7"], "dtype"),
+        (["--device", "cuda:99"], "device"),
+        (["--device", "toaster"], "device"),
+    ],
+)
+def test_bad_model_is_one_line(capsys, options, says):
+    assert says in refused(capsys, "card", *options)
+
+
+def test_encoder_is_refused(capsys, tmp_path):
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    assert "bert" in refused(capsys, "card", str(tmp_path / "bert")).lower()
+
+
+def test_nan_weights_are_refused(capsys, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "llama")
+    assert "down_proj" in refused(capsys, "card", str(tmp_path / "llama"))
+
+
+@pytest.mark.parametrize("argv", [[], ["atribute"], ["attribute"], ["ablate", "--prompt", "a", "--unit", "neuron"], ["card", "--prompt", "a"]])
+def test_wrong_usage_is_one_line(capsys, argv):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(argv)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("streamlens: error: ")
+
+
+def test_ctrl_c_leaves_nothing(monkeypatch, loaded, capsys, tmp_path):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sl, "attribute", interrupted)
+    assert cli.main(["attribute", *EIFFEL, "--out", str(tmp_path / "deep" / "out")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bug_is_not_dressed_up_as_bad_input(monkeypatch, loaded, tmp_path):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(sl, "attribute", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        cli.main(["attribute", *EIFFEL, "--out", str(tmp_path / "out")])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("3", [3]), ("0,3,5-8", [0, 3, 5, 6, 7, 8]), ("-1", [-1]), ("-2,-1", [-2, -1]), (" 1 , 2 ", [1, 2])],
+)
+def test_numbers(text, numbers):
+    assert cli.integers(text) == numbers
