@@ -28,10 +28,10 @@ __all__ = [
 
 
 def __getattr__(name):
-    # The bundled sets are DataFrames. Measures may import this package but never pandas, so it comes on first use.
+    # The bundled sets are DataFrames. Measures may import this package but never pandas, so they come on first use.
     if name not in _BUNDLED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.bundled"), name)
+    value = getattr(import_module(f"{__name__}.sets"), name)
     globals()[name] = value
     return value
 

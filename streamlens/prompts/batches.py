@@ -41,8 +41,8 @@ def batches(prompts: Prompts, max_tokens: int, *, equal_length: bool = False, pa
 
 
 def _fits(group: list[int], i: int, lengths: np.ndarray, max_tokens: int, equal_length: bool) -> bool:
-    longest = lengths[group[0]]
-    return (len(group) + 1) * longest <= max_tokens and (not equal_length or lengths[i] == longest)
+    longest = int(lengths[group[0]])
+    return (len(group) + 1) * longest <= max_tokens and (not equal_length or int(lengths[i]) == longest)
 
 
 def _padded(prompts: Prompts, group: list[int], pad_id: int) -> TokenBatch:

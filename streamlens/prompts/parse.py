@@ -70,7 +70,7 @@ def parse(prompts: object, tokenizer: object, *, max_length: int | None, vocab_s
     for i, row in enumerate(rows):
         row_ids, text = _encode(row, tokenizer, f"prompts[{i}]")
         _check(row_ids, max_length, vocab_size, f"prompts[{i}]")
-        ids.append(row_ids)
+        ids.append(np.array(row_ids, dtype=np.int64))
         texts.append(_text(row_ids, tokenizer) if text is None else text)
     return Prompts(tuple(ids), tuple(texts), vocab_size=vocab_size, **({} if frame is None else _frame_columns(frame)))
 
@@ -119,7 +119,7 @@ def _unpadded(row: list, mask: list, i: int) -> list:
     return [row[k] for k in kept]
 
 
-def _encode(row: object, tokenizer: object, where: str) -> tuple[np.ndarray, str | None]:
+def _encode(row: object, tokenizer: object, where: str) -> tuple[list[int], str | None]:
     """The ids of one prompt, and its text where it came as text."""
     if isinstance(row, str):
         text, special = row, True
@@ -129,13 +129,13 @@ def _encode(row: object, tokenizer: object, where: str) -> tuple[np.ndarray, str
         return _given_ids(row, where), None
     if tokenizer is None:
         raise InputError(f"{where} is text but there is no tokenizer: give one to load(tokenizer=), or give token ids; got {text[:40]!r}")
-    return np.array(encode(tokenizer, text, special) if text else [], dtype=np.int64), text
+    return encode(tokenizer, text, special) if text else [], text
 
 
-def _given_ids(row: object, where: str) -> np.ndarray:
+def _given_ids(row: object, where: str) -> list[int]:
     if not isinstance(row, list) or not all(map(is_index, row)):
         raise InputError(f"{where} must be text, whole-number token ids or chat messages; got {_shown(row)}")
-    return np.array(row, dtype=np.int64)
+    return row
 
 
 def _shown(value: object) -> str:
@@ -155,18 +155,17 @@ def _chat(messages: list, tokenizer: object, where: str) -> str:
         raise InputError(f"{where} does not fit the tokenizer's chat template: {error}") from error
 
 
-def _check(ids: np.ndarray, max_length: int | None, vocab_size: int, where: str) -> None:
+def _check(ids: list[int], max_length: int | None, vocab_size: int, where: str) -> None:
     if not len(ids):
         raise InputError(f"{where} must have at least one token; got an empty prompt")
     if max_length is not None and len(ids) > max_length:
         raise InputError(f"{where} must have at most {max_length} tokens, the model's context; got {len(ids)}")
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(outside):
-        at = outside[0]
-        raise InputError(f"{where} must have token ids from 0 to {vocab_size - 1}; got {ids[at]} at position {at}")
+    for position, i in enumerate(ids):
+        if not 0 <= i < vocab_size:
+            raise InputError(f"{where} must have token ids from 0 to {vocab_size - 1}; got {i} at position {position}")
 
 
-def _text(ids: np.ndarray, tokenizer: object) -> str:
+def _text(ids: list[int], tokenizer: object) -> str:
     return " ".join(map(str, ids)) if tokenizer is None else decode(tokenizer, ids)
 
 

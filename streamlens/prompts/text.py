@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def encode(tokenizer, text: str, special: bool = True) -> list[int]:
     """The ids of `text`; with `special` also those that the tokenizer itself adds (a BOS), never any other."""
     return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
 
 
-def decode(tokenizer, ids: Sequence[int]) -> str:
+def decode(tokenizer, ids: Sequence[int] | np.ndarray) -> str:
     """The text of `ids`, special tokens included."""
     return tokenizer.decode([int(i) for i in ids])
 
 
-def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
+def pieces(tokenizer, ids: Sequence[int] | np.ndarray) -> list[str]:
     """The text of each id by itself: how a text is split into tokens."""
     return [decode(tokenizer, [i]) for i in ids]
 
 
-def added(tokenizer, prompt_ids: Sequence[int], prompt_text: str, text: str) -> list[int]:
+def added(tokenizer, prompt_ids: Sequence[int] | np.ndarray, prompt_text: str, text: str) -> list[int]:
     """The ids that `text` adds to a prompt when it is tokenized behind it.
 
     Where that would change the prompt's own ids, or the prompt's text is not what its ids came from: the ids of `text` by itself.
