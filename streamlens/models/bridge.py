@@ -12,7 +12,7 @@ import copy as copying
 import torch
 from torch import nn
 
-from streamlens.errors import InputError, UnsupportedModelError
+from streamlens.errors import UnsupportedModelError
 from streamlens.models.checks import is_transformers_model
 
 # Largest difference between a bridge and the model inside it, relative to the largest logit: the bridge computes
@@ -56,17 +56,23 @@ def wrapped_module(bridge) -> nn.Module:
     if not is_transformers_model(model):
         raise UnsupportedModelError(f"{type(bridge).__name__} wraps no transformers model; open the model itself instead")
     memo = _shared(model)
-    # Descendants come after their ancestors in modules(), so each original finds its own parts already unwrapped.
-    for part in reversed(list(model.modules())):
-        original = part._modules.get("_original_component")
-        if original is not None:
-            memo[id(part)] = copying.deepcopy(original, memo)
+    _take_off(model, memo)
     module = copying.deepcopy(model, memo)
     left = [name for name, part in module.named_modules() if type(part).__module__.startswith("transformer_lens.")]
     if left:
         raise UnsupportedModelError(f"the TransformerBridge cannot be taken off {type(module).__name__}: {left[0]} stays a bridge")
     _check_same_logits(bridge, model, module)
     return module
+
+
+def _take_off(module: nn.Module, memo: dict[int, object]) -> None:
+    """Let `deepcopy` put the copied original wherever a bridge component stands in the tree of `module`, innermost first."""
+    original = module._modules.get("_original_component")
+    # Beside its original a component holds views of it by TransformerLens' names, which are no part of the model.
+    for part in [original] if original is not None else module.children():
+        _take_off(part, memo)
+    if original is not None:
+        memo[id(module)] = copying.deepcopy(original, memo)
 
 
 def _check_same_logits(bridge, inside: nn.Module, module: nn.Module) -> None:
@@ -101,8 +107,6 @@ def make_bridge(module: nn.Module, tokenizer=None, *, copy: bool = False, name: 
     needs `copy=True`. TransformerLens computes attention by its eager route, so logits differ from sdpa's by rounding.
     Raises :class:`UnsupportedModelError` where TransformerLens knows no adapter for the architecture.
     """
-    if not isinstance(copy, bool):
-        raise InputError(f"copy must be True or False; got {copy!r}")
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 

@@ -124,8 +124,12 @@ def _write(gguf: Path, folder: Path) -> None:
     with quiet_transformers():
         module.save_pretrained(folder)
         load_tokenizer(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
+    _write_manifest(folder)
+
+
+def _write_manifest(folder: Path) -> None:
     files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps({"gguf": gguf.name, "files": files}, indent=1))
+    (folder / _MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 
 
 def _sweep(cache: Path) -> None:
