@@ -1,18 +1,241 @@
-"""stub"""
+"""The proof at load: what an anatomy claims is measured on two tiny prompts, and what fails is refused by name.
+
+A sum alone proves little: a row that swallowed the stream keeps it. So blocks must be their input plus their writes, every
+named row must be reached, a zeroed write must move the logit by its row, and removals by replay must equal plain hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import numpy as np
 import torch
+from torch import Tensor, nn
+
+from streamlens.errors import UnsupportedModelError
+from streamlens.measure.attribution import LIMITS, Component, Shares, attribute_batch, components
+from streamlens.models.anatomy import Anatomy
 from streamlens.models.logits import fit_logit_map
+from streamlens.models.structure import bias_of
+from streamlens.prompts import Readouts, TokenBatch
+from streamlens.stream.clamp import Clamp
+from streamlens.stream.replay import Replay, hooked_removal, places
 from streamlens.stream.run import Run
+from streamlens.stream.sites import watch_sites
+from streamlens.stream.unembed import Unembed
+
+LENGTHS = (7, 4)
+"""Tokens of the two probe prompts."""
+
+N_SAMPLED = 3
+"""Components of each kind that are zeroed."""
+
+ROOM = 20.0
+"""How many times the limit of the sum an intervention may miss by: it rounds at every module where a sum rounds once."""
+
+
 @dataclass(frozen=True)
 class Proof:
-    a: int = 0
-def probe_ids(module):
-    g = torch.Generator().manual_seed(0)
-    return torch.randint(0, module.get_output_embeddings().weight.shape[0], (2, 7), generator=g)
+    """What was measured at load, each the worst relative error; nan where a check was skipped."""
+
+    additivity: float = float("nan")
+    stream: float = float("nan")  # each block: stream in + writes = stream out
+    interventions: float = float("nan")  # a zeroed write moves the logit by its row
+    heads: float = float("nan")  # heads + bias = the attention write
+    replay: float = float("nan")  # a removal by replay = a hooked forward pass
+    printed: float = float("nan")  # our logit = the printed one
+
+
+def probe_ids(module: nn.Module, n: int = LENGTHS[0]) -> Tensor:
+    """Two rows of `n` random tokens, all different, special ones at the vocabulary's start avoided where there is room."""
+    n_vocab = module.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    low = n_vocab // 10
+    return (torch.randperm(n_vocab - low, generator=generator)[: 2 * n] + low).reshape(2, n) if n_vocab - low >= 2 * n else torch.randint(0, n_vocab, (2, n), generator=generator)
+
+
+def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anatomy, Proof]:
+    """The anatomy with its logit map and the way it can be replayed, and what was measured.
+
+    `skip` measures the logit map only, for a model whose bytes are known to have passed. Raises :class:`UnsupportedModelError`.
+    """
+    anatomy = _with_logit_map(module, anatomy)
+    if skip:
+        return anatomy, Proof()
+    checker = _Checker(module, anatomy)
+    proof = Proof(**checker.rows(), stream=checker.stream(), heads=checker.heads(), interventions=checker.interventions())
+    bypass, error = checker.replay()
+    return replace(anatomy, bypass=bypass), replace(proof, replay=error)
+
+
 @torch.no_grad()
-def prove(module, anatomy, skip=False):
+def _with_logit_map(module: nn.Module, anatomy: Anatomy) -> Anatomy:
     ids = probe_ids(module)
     with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
-        h = run.hidden(ids); y = run.logits(ids)
-    u = module.get_submodule(anatomy.unembed)(h)
-    return replace(anatomy, logits=fit_logit_map(module, u, y)), Proof()
+        hidden, logits = run.hidden(ids), run.logits(ids)
+    if not bool(torch.isfinite(logits).all()):
+        raise UnsupportedModelError(f"{type(module).__name__}: its logits are not finite")
+    return replace(anatomy, logits=fit_logit_map(module, module.get_submodule(anatomy.unembed)(hidden), logits))
+
+
+class _Checker:
+    def __init__(self, module: nn.Module, anatomy: Anatomy):
+        self.module, self.anatomy, self.name = module, anatomy, type(module).__name__
+        self.dtype = module.get_output_embeddings().weight.dtype
+        self.limit = LIMITS[self.dtype]
+        self.unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+        ids = probe_ids(module)
+        mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
+        self.batch = TokenBatch(np.arange(2), torch.where(mask, ids, ids[0, 0]), mask)
+        self.whole = TokenBatch(np.arange(2), ids, torch.ones_like(mask))
+        self.readouts = self._readouts(self.whole)
+        self.shares: Shares = attribute_batch(module, anatomy, self.whole, self.readouts)
+
+    def rows(self) -> dict[str, float]:
+        """The sum rule on both prompts, padded and not; every row named by the anatomy reached; our logits the printed ones."""
+        padded = attribute_batch(self.module, self.anatomy, self.batch, self._readouts(self.batch))
+        additivity = max(float(s.error.max()) for s in (self.shares, padded))
+        self._demand(additivity <= self.limit, f"contributions miss the logit by {additivity:.2g} of sum|parts| (limit {self.limit:.0e})")
+        silent = [c for c, column in zip(components(self.anatomy), self.shares.contribution.T, strict=True) if c.kind in ("embed", "head", "mlp", "mixer") and not column.any()]
+        silent = [c for c in silent if c.kind != "head"] if len(silent) < len(self.shares.contribution.T) else silent
+        self._demand(not silent, f"{_label(silent[0]) if silent else ''} writes nothing into any logit: its row was swallowed by another")
+        with torch.no_grad(), Run(self.module, self.anatomy.block_paths, self.anatomy.unembed) as run:
+            logits = run.logits(self.whole.ids).double()
+        r = self.readouts
+        versus = torch.from_numpy(r.versus)
+        printed = logits[r.prompt, r.position, r.target] - logits[r.prompt, r.position, versus]
+        error = float((printed.cpu() - torch.from_numpy(self.shares.logit)).abs().max() / logits.abs().max())
+        self._demand(error <= ROOM * self.limit, f"logits from the unembedding's rows miss the printed ones by {error:.2g} of the largest")
+        return {"additivity": additivity, "printed": error}
+
+    @torch.no_grad()
+    def stream(self) -> float:
+        """Each block on a second pair of prompts: stream in, plus writes, through its norms, is stream out."""
+        streams: dict[tuple[str, int], Tensor] = {}
+        run_ids = self.whole.ids.flip(1)
+        errors: dict[int, float] = {}
+
+        def see(site: str, layer: int, sublayer: int, value: Tensor) -> None:
+            streams[site, layer] = value.double()
+            if site == "resid_post":
+                ends = streams[site, layer]
+                errors[layer] = float((streams["expected_post", layer] - ends).abs().max() / ends.abs().max())
+
+        with Run(self.module, self.anatomy.block_paths, self.anatomy.unembed, self.anatomy.n_layers) as run:
+            watch_sites(run, self.anatomy, ("resid_pre", "expected_post", "resid_post"), see)
+            run.hidden(run_ids)
+        layer, worst = max(errors.items(), key=lambda item: item[1])
+        limit = max(ROOM * self.limit, torch.finfo(self.dtype).eps * 4)
+        self._demand(worst <= limit, f"layer {layer}: stream in plus its writes misses stream out by {worst:.2g} of its largest value")
+        return worst
+
+    @torch.no_grad()
+    def heads(self) -> float:
+        """At every attention whose heads are rows: its heads' parts through the projection, plus the bias, are its write."""
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        with Run(self.module, self.anatomy.block_paths, self.anatomy.unembed, self.anatomy.n_layers) as run:
+            writes = {w.leaf: w for _, w in self.anatomy.writes() if w.n_heads}
+            for path in writes:
+                run.on_output(path, lambda _, out, x, path=path: seen.__setitem__(path, (x.clone(), out.clone())))
+            run.hidden(self.whole.ids)
+        worst = 0.0
+        for path, (z, out) in seen.items():
+            projection, write = self.module.get_submodule(path), writes[path]
+            bias = bias_of(projection)
+            zero = projection(torch.zeros_like(z[:1, :1]))[0, 0].double() if z.dim() == 3 else projection(torch.zeros_like(z[:1]))[0].double()
+            total = zero.expand(out.shape).clone()
+            for h in range(write.n_heads):
+                part = torch.zeros_like(z)
+                part[..., h * write.d_head : (h + 1) * write.d_head] = z[..., h * write.d_head : (h + 1) * write.d_head]
+                total += projection(part).double() - zero
+            error = float((total - out.double()).abs().max() / out.double().abs().max())
+            self._demand(error <= max(ROOM * self.limit, 8 * torch.finfo(self.dtype).eps), f"{path}: heads plus bias miss the attention write by {error:.2g}")
+            declared = 0 if bias is None else bias.double()
+            self._demand(bool((zero - declared).abs().max() <= ROOM * self.limit), f"{path}: its constant is not its bias")
+            worst = max(worst, error)
+        return worst
+
+    def interventions(self) -> float:
+        """A sample of each kind of component: zeroed with the other writes held and the norms frozen, it moves the logit by its row."""
+        worst, r = 0.0, self.readouts
+        target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)
+        size = np.abs(self.shares.contribution).sum(-1)
+        with Clamp(self.module, self.anatomy, self.whole.ids) as clamp:
+            for column, component, place, part in self._sample():
+                hidden = clamp.without(place, part)
+                change = (clamp.hidden - hidden)[r.prompt, r.position].to(self.unembed.wide)
+                moved = (change * self.unembed.direction(target, versus).to(change)).sum(-1).double().cpu().numpy()
+                error = float((np.abs(moved - self.shares.contribution[:, column]) / size).max())
+                self._demand(
+                    error <= ROOM * self.limit,
+                    f"zeroing {_label(component)} with frozen norms does not move the logit by its row: off by {error:.2g} of sum|parts|",
+                )
+                worst = max(worst, error)
+        return worst
+
+    @torch.no_grad()
+    def replay(self) -> tuple[bool, float]:
+        """An early, a middle and the last block removed by replay, in both orders, against plain hooks; bypassing where that holds."""
+        n = self.anatomy.n_layers
+        layers = sorted({0, n // 2, n - 1})
+        truth = {}
+        for layer in layers:
+            with hooked_removal(self.module, self.anatomy, removed={layer}) as run:
+                truth[layer] = run.hidden(self.batch.ids, self.batch.mask)
+        middle = self.anatomy.layers[n // 2]
+        for add in middle.adds:
+            with hooked_removal(self.module, self.anatomy, zeroed={(n // 2, p) for p in places(add)}) as run:
+                truth[add] = run.hidden(self.batch.ids, self.batch.mask)
+        error = float("inf")
+        for bypass in (True, False):
+            try:
+                error = self._replay_error(replace(self.anatomy, bypass=bypass), layers, truth)
+            except (KeyError, IndexError, AttributeError, TypeError, RuntimeError):
+                continue  # a later block missed what a bypassed one makes; the other way is tried
+            if error <= ROOM * self.limit:
+                return bypass, error
+        self._demand(False, f"removing a block by replay misses the hooked forward pass by {error:.2g} of the largest value")
+        raise AssertionError
+
+    def _replay_error(self, anatomy: Anatomy, layers: list[int], truth: dict) -> float:
+        worst, middle = 0.0, anatomy.n_layers // 2
+        with Replay(self.module, anatomy) as replay:
+            replay.record(self.batch.ids, self.batch.mask)
+            for what in (*layers, *anatomy.layers[middle].adds, *reversed(layers)):
+                hidden = replay.without_blocks({what}) if isinstance(what, int) else replay.without_write(middle, what)
+                gap = (hidden - truth[what])[self.batch.mask.to(hidden.device)].double().abs().max()
+                worst = max(worst, float(gap / truth[what].double().abs().max()))
+        return worst
+
+    def _sample(self) -> Iterator[tuple[int, Component, tuple[int, str], slice]]:
+        """(column, component, leaf, coordinates) of a few components of each kind, spread over the layers."""
+        places_of: dict[tuple, tuple[tuple[int, str], int]] = {("embed", -1, -1): ((-1, self.anatomy.embed), 0)}
+        for ordinal, path in enumerate(self.anatomy.pos_embeds):
+            places_of["pos_embed", -1, ordinal if len(self.anatomy.pos_embeds) > 1 else -1] = ((-1, path), 0)
+        for layer, write in self.anatomy.writes():
+            places_of["head" if write.n_heads else write.kind, layer, write.sublayer] = ((layer, write.leaf), write.d_head)
+        by_kind: dict[str, list[int]] = {}
+        for column, c in enumerate(components(self.anatomy)):
+            if (c.kind, c.layer, c.sublayer) in places_of:
+                by_kind.setdefault(c.kind, []).append(column)
+        for columns in by_kind.values():
+            for column in sorted({columns[i] for i in np.linspace(0, len(columns) - 1, N_SAMPLED).astype(int)}):
+                c = components(self.anatomy)[column]
+                place, d_head = places_of[c.kind, c.layer, c.sublayer]
+                yield column, c, place, slice(None) if c.head < 0 else slice(c.head * d_head, (c.head + 1) * d_head)
+
+    def _readouts(self, batch: TokenBatch) -> Readouts:
+        prompt, position = (x.numpy() for x in torch.nonzero(batch.mask, as_tuple=True))
+        rng = np.random.default_rng(0)
+        target = rng.integers(0, self.anatomy.n_vocab, len(prompt))
+        versus = (target + 1 + rng.integers(0, max(self.anatomy.n_vocab - 1, 1), len(prompt))) % self.anatomy.n_vocab
+        return Readouts(prompt, position, target, versus)
+
+    def _demand(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise UnsupportedModelError(f"{self.name} cannot be read exactly: {message}")
+
+
+def _label(c: Component) -> str:
+    return f"{c.kind} {c.head} of layer {c.layer}" if c.head >= 0 else f"{c.kind} of layer {c.layer}" if c.layer >= 0 else c.kind

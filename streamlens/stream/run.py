@@ -170,7 +170,7 @@ def first(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def with_first(output: Any, tensor: Tensor) -> Any:
+def with_first(output: Any, tensor: Tensor | None) -> Any:
     """The module's output with `tensor` in the tensor's place."""
     return type(output)((tensor, *output[1:])) if isinstance(output, (tuple, list)) else tensor
 

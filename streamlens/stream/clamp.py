@@ -1,0 +1,81 @@
+"""The slow truth behind a contribution: zero one write, hold every other one, freeze the norms on the path, read the logit.
+
+Independent of the readout's backward pass: nothing is differentiated, the model runs forward. Used by the proof at load and the tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from streamlens.models.anatomy import Anatomy
+from streamlens.models.norms import NormForm
+from streamlens.stream.run import Run
+
+Place = tuple[int, str]
+"""(layer, module path) of a leaf; embeddings have layer -1."""
+
+
+class Clamp:
+    """Forward passes in which every leaf keeps its clean value but for the parts that are zeroed."""
+
+    def __init__(self, module: nn.Module, anatomy: Anatomy, ids: Tensor):
+        self.anatomy, self.ids = anatomy, ids
+        self.clean: dict[Place, Tensor] = {}
+        self._norms: dict[Place, tuple[Tensor, Tensor]] = {}
+        self._zero: tuple[Place, slice] | None = None
+        self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
+        self._leaves = {(layer, w.leaf): bool(w.n_heads) for layer, w in anatomy.writes()}
+
+    def __enter__(self) -> Clamp:
+        self._run.__enter__()
+        for path in (self.anatomy.embed, *self.anatomy.pos_embeds):
+            self._run.on_output(path, lambda _, out, x, path=path: self._value((-1, path), out))
+        for path, at_input in dict.fromkeys((path, at_input) for (_, path), at_input in self._leaves.items()):
+            if at_input:
+                self._run.on_input(path, lambda layer, named, path=path: self._input(layer, path, named))
+            else:
+                self._run.on_output(path, lambda layer, out, _, path=path: self._output(layer, path, out))
+        for path, form in self.anatomy.norms.items():
+            self._run.on_output(path, lambda layer, out, x, path=path, form=form: self._norm((layer, path), form, x, out))
+        with torch.no_grad():
+            self.hidden = self._run.hidden(self.ids)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._run.__exit__(*exc)
+
+    @torch.no_grad()
+    def without(self, place: Place, part: slice = slice(None)) -> Float[Tensor, "batch pos d_model"]:
+        """The unembedding's input with these coordinates of one leaf at zero."""
+        self._zero = (place, part)
+        try:
+            return self._run.hidden(self.ids)
+        finally:
+            self._zero = None
+
+    def _input(self, layer: int, path: str, named: dict) -> dict | None:
+        if (layer, path) not in self._leaves:
+            return None
+        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        return named | {name: self._value((layer, path), named[name])}
+
+    def _output(self, layer: int, path: str, out: Tensor) -> Tensor | None:
+        return self._value((layer, path), out) if (layer, path) in self._leaves else None
+
+    def _value(self, place: Place, value: Tensor) -> Tensor:
+        clean = self.clean.setdefault(place, value.clone())
+        if self._zero is None or self._zero[0] != place:
+            return clean.clone()
+        changed = clean.clone()
+        changed[..., self._zero[1]] = 0
+        return changed
+
+    def _norm(self, place: Place, form: NormForm, x: Tensor, out: Tensor) -> Tensor | None:
+        """A norm on the path as the affine map that it was in the clean pass; the others feed sublayers, whose writes are held anyway."""
+        if place not in self.anatomy.path_norms:
+            return None
+        clean_x, clean_y = self._norms.setdefault(place, (x.clone(), out.clone()))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (clean_y.to(wide) + form.push_forward(x.to(wide) - clean_x.to(wide), clean_x.to(wide))).to(out.dtype)
