@@ -10,7 +10,7 @@ from streamlens.models.sources import open_source
 from tests.models.tiny import llama, words
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-ENDS = dict(bos_token_id=1, eos_token_id=2, vocab_size=12)
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 12}
 CONFIGS = {
     "llama": lambda: llama().config,
     "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, **ENDS),
@@ -103,7 +103,8 @@ def test_bridge_is_told_by_name():
 def test_bridge_brings_its_tokenizer_and_the_users_stays_as_it_is():
     tokenizer = words()
     bridge = make_bridge(llama(), tokenizer)
-    assert tokenizer.bos_token is None and tokenizer.pad_token is None  # TransformerLens adds both to its own
+    assert tokenizer.bos_token is None
+    assert tokenizer.pad_token is None
     assert bridge.tokenizer is not tokenizer
     assert open_source(bridge).tokenizer is bridge.tokenizer
     assert open_source(bridge, tokenizer=tokenizer).tokenizer is tokenizer
@@ -115,7 +116,7 @@ def test_compatibility_mode_on_a_copy_leaves_the_model_alone():
     bridge = make_bridge(module, copy=True)
     bridge.enable_compatibility_mode()
     assert torch.equal(logits(module), plain)
-    with pytest.raises(UnsupportedModelError, match="without compatibility mode"):  # the folded gains are the bridge's own business
+    with pytest.raises(UnsupportedModelError, match=r"without compatibility mode"):  # the folded gains are the bridge's own business
         open_source(bridge)
 
 
@@ -137,7 +138,7 @@ def test_bridges_that_cannot_be_made():
     class NamelessForCausalLM(transformers.LlamaForCausalLM):
         pass
 
-    with pytest.raises(UnsupportedModelError, match="TransformerLens has no adapter for NamelessForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"TransformerLens has no adapter for NamelessForCausalLM"):
         make_bridge(NamelessForCausalLM(llama().config))
 
 
@@ -145,7 +146,17 @@ def test_bridge_without_a_transformers_model_is_refused():
     from transformer_lens.model_bridge import TransformerBridge
 
     native = TransformerBridge.boot_native(
-        dict(n_layers=1, d_model=8, n_ctx=8, d_head=4, n_heads=2, d_vocab=12, d_mlp=16, act_fn="relu", normalization_type="LN")
+        {
+            "n_layers": 1,
+            "d_model": 8,
+            "n_ctx": 8,
+            "d_head": 4,
+            "n_heads": 2,
+            "d_vocab": 12,
+            "d_mlp": 16,
+            "act_fn": "relu",
+            "normalization_type": "LN",
+        }
     )
-    with pytest.raises(UnsupportedModelError, match="wraps no transformers model"):
+    with pytest.raises(UnsupportedModelError, match=r"wraps no transformers model"):
         open_source(native)

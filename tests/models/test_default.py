@@ -39,7 +39,8 @@ def test_copy_is_made_once_and_keyed_by_content_and_version(kept, monkeypatch):
     gguf, runs = kept
     first, known = default.converted_copy(gguf)
     assert default.converted_copy(gguf) == (first, False)
-    assert not known and len(runs) == 1
+    assert not known
+    assert len(runs) == 1
     assert names(first.parent) == [first.name]  # nothing unfinished is left behind
     gguf.write_bytes(b"other weights")
     assert default.converted_copy(gguf)[0] != first
@@ -114,7 +115,7 @@ def test_what_a_killed_process_left_is_swept_after_a_day(kept):
 def test_cache_that_cannot_be_written_is_one_line(kept, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("STREAMLENS_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(SourceError, match="cannot keep a copy in .*cache .*; set STREAMLENS_CACHE to another folder"):
+    with pytest.raises(SourceError, match=r"cannot keep a copy in .*cache .*; set STREAMLENS_CACHE to another folder"):
         default.converted_copy(kept[0])
 
 

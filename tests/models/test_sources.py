@@ -12,7 +12,7 @@ from tests.models.tiny import llama, words
 
 
 def bert(kind=transformers.BertForMaskedLM, **changes):
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=12)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 12}
     return kind(transformers.BertConfig(**sizes | changes)).eval()
 
 
@@ -49,9 +49,9 @@ def test_folder_may_be_a_path_object_and_may_lack_a_tokenizer(tmp_path):
 
 def test_tokenizer_can_be_named_by_its_folder(tmp_path, folder):
     assert open_source(llama(), tokenizer=str(folder)).tokenizer("mat").input_ids == [5]
-    with pytest.raises(SourceError, match="no such tokenizer folder: .*nowhere"):
+    with pytest.raises(SourceError, match=r"no such tokenizer folder: .*nowhere"):
         open_source(llama(), tokenizer=tmp_path / "nowhere")
-    with pytest.raises(SourceError, match="holds no tokenizer"):
+    with pytest.raises(SourceError, match=r"holds no tokenizer"):
         open_source(llama(), tokenizer=tmp_path)
 
 
@@ -65,7 +65,9 @@ def test_loaded_module_is_taken_as_it_is():
     module = llama().train()
     flags = [weight.requires_grad_(False) for weight in module.parameters()]
     opened = open_source(module, tokenizer=(tokenizer := words()), dtype=torch.float32, device="cpu")
-    assert opened.module is module and opened.tokenizer is tokenizer and module.training
+    assert opened.module is module
+    assert opened.tokenizer is tokenizer
+    assert module.training
     assert not any(weight.requires_grad for weight in flags)
     assert (opened.name, opened.source) == ("LlamaForCausalLM", "LlamaForCausalLM in memory")
 
@@ -111,14 +113,14 @@ def tiny_gguf(path):
 
 @pytest.mark.parametrize("source", ["./nowhere", "~/nowhere-at-all", "a/b/c", "/nowhere/at/all"])
 def test_missing_folder_is_named(source):
-    with pytest.raises(SourceError, match="^no such folder: .*(nowhere|a/b/c)"):
+    with pytest.raises(SourceError, match=r"^no such folder: .*(nowhere|a/b/c)"):
         open_source(source)
 
 
 def test_unknown_hub_name_is_one_line():
-    with pytest.raises(SourceError, match="^cannot open no-such-model-anywhere: it is neither .* the hub cannot be reached$"):
+    with pytest.raises(SourceError, match=r"^cannot open no-such-model-anywhere: it is neither .* the hub cannot be reached$"):
         open_source("no-such-model-anywhere")
-    with pytest.raises(SourceError, match="nor a possible name on the Hugging Face hub$"):
+    with pytest.raises(SourceError, match=r"nor a possible name on the Hugging Face hub$"):
         open_source("not a name")
 
 
@@ -135,7 +137,7 @@ def test_what_the_hub_answers_becomes_one_line(name, reason, monkeypatch):
         raise OSError("a long text\nof many lines") from type(name, (Exception,), {})("the hub's own words")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", answer)
-    with pytest.raises(SourceError, match=f"^cannot open someone/model: .*{reason}") as caught:
+    with pytest.raises(SourceError, match=rf"^cannot open someone/model: .*{reason}") as caught:
         open_source("someone/model", revision="v1")
     assert "\n" not in str(caught.value)
 
@@ -154,15 +156,15 @@ def test_a_bug_is_not_dressed_up_as_a_bad_source(monkeypatch):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", answer)
-    with pytest.raises(ZeroDivisionError, match="a bug"):
+    with pytest.raises(ZeroDivisionError, match=r"a bug"):
         open_source("someone/model")
 
 
 def test_folder_without_a_model(tmp_path):
-    with pytest.raises(SourceError, match="holds no config.json"):
+    with pytest.raises(SourceError, match=r"holds no config.json"):
         open_source(tmp_path)
     (tmp_path / "notes.txt").write_text("no model")
-    with pytest.raises(SourceError, match="notes.txt is neither a model folder nor a GGUF file"):
+    with pytest.raises(SourceError, match=r"notes.txt is neither a model folder nor a GGUF file"):
         open_source(tmp_path / "notes.txt")
 
 
@@ -181,7 +183,7 @@ def test_damaged_files_are_one_line(folder, tmp_path):
     whole.write_bytes(whole.read_bytes()[:-5000])
     with pytest.raises(SourceError, match=r"^cannot open .*cut.gguf: "):
         open_source(whole)
-    with pytest.raises(SourceError, match="no such GGUF file: nowhere.gguf"):
+    with pytest.raises(SourceError, match=r"no such GGUF file: nowhere.gguf"):
         open_source("nowhere.gguf")
 
 
@@ -198,17 +200,17 @@ def test_encoders_are_refused_from_their_config_alone(tmp_path):
     bert().config.save_pretrained(tmp_path / "bert")
     transformers.T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path / "t5")
     transformers.DistilBertConfig().save_pretrained(tmp_path / "distilbert")
-    for kind, words in {"bert": "Bert.* is an encoder-only", "t5": "T5.* is an encoder-decoder", "distilbert": "an encoder-only"}.items():
-        with pytest.raises(UnsupportedModelError, match=words):
+    for kind, message in {"bert": "Bert.* is an encoder-only", "t5": "T5.* is an encoder-decoder", "distilbert": "an encoder-only"}.items():
+        with pytest.raises(UnsupportedModelError, match=message):
             open_source(tmp_path / kind)
 
 
 def test_modules_that_are_no_causal_model_are_refused():
-    with pytest.raises(UnsupportedModelError, match="BertForMaskedLM is an encoder-only model"):
+    with pytest.raises(UnsupportedModelError, match=r"BertForMaskedLM is an encoder-only model"):
         open_source(bert())
-    with pytest.raises(UnsupportedModelError, match="LlamaModel has no language-model head; load it with AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no language-model head; load it with AutoModelForCausalLM"):
         open_source(llama().model)
-    with pytest.raises(InputError, match="got the module Linear"):
+    with pytest.raises(InputError, match=r"got the module Linear"):
         open_source(torch.nn.Linear(2, 2))
 
 
@@ -217,7 +219,7 @@ def test_weights_that_are_not_finite_are_named(value):
     module = llama()
     with torch.no_grad():
         module.model.layers[1].mlp.up_proj.weight[3, 2] = value
-    with pytest.raises(UnsupportedModelError, match="model.layers.1.mlp.up_proj.weight holds 1 NaN or infinite"):
+    with pytest.raises(UnsupportedModelError, match=r"model.layers.1.mlp.up_proj.weight holds 1 NaN or infinite"):
         open_source(module)
 
 
@@ -230,12 +232,12 @@ def test_large_finite_float16_weights_are_no_infinity():
 
 @pytest.mark.parametrize("source", [None, 3, ["gpt2"], "", "  "])
 def test_sources_of_no_kind(source):
-    with pytest.raises(InputError, match="source must be a model's name, a folder, a GGUF file"):
+    with pytest.raises(InputError, match=r"source must be a model's name, a folder, a GGUF file"):
         open_source(source)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"dtype": torch.bfloat16}, "dtype must be None or torch.float32 for a model that is loaded already; got torch.bfloat16"),
         ({"dtype": torch.int8}, "dtype must be None or a floating-point torch dtype"),
@@ -246,8 +248,8 @@ def test_sources_of_no_kind(source):
         ({"revision": "main"}, "revision must be None unless source is a name on the Hugging Face hub; got 'main'"),
     ],
 )
-def test_options_that_do_not_fit_a_loaded_module(options, words):
-    with pytest.raises(InputError, match=words):
+def test_options_that_do_not_fit_a_loaded_module(options, message):
+    with pytest.raises(InputError, match=message):
         open_source(llama(), **options)
 
 

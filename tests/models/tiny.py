@@ -9,8 +9,17 @@ WORDS = ["<unk>", "the", "cat", "sat", "on", "mat"]
 
 def llama(**changes):
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=12)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes, bos_token_id=1, eos_token_id=2)).eval()
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 12,
+    }
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{"vocab_size": 12} | sizes | changes, bos_token_id=1, eos_token_id=2)
+    ).eval()
 
 
 def words():
