@@ -185,7 +185,7 @@ def _cast(values: pd.Series, dtype: str, where: str) -> pd.Series:
     except (ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{where} must be {dtype}; got {values.dtype} that cannot be cast ({error})") from error
     if dtype == "int32" and not (cast == values).all():  # 1.5 and 2**40 are cast without a word
-        raise InputError(f"{where} must be whole numbers of 32 bits; got {values[cast != values].iloc[0]!r}")
+        raise InputError(f"{where} must be whole numbers of 32 bits; got {values[cast != values].iloc[0]}")
     return cast
 
 

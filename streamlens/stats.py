@@ -14,6 +14,7 @@ import pandas as pd
 from .errors import InputError, choice
 
 _CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
+_FLAT = 1e-24  # sum of squares of log norms below which they differ by rounding alone
 _COMPONENT = ("component", "layer", "sublayer", "head", "neuron", "expert", "source")
 
 
@@ -137,7 +138,7 @@ def _curves(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
     return curves
 
 
-def _range(layers: tuple[int, int] | None, there: pd.Index) -> tuple[int, int]:
+def _range(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
     """The range to fit, checked. Every layer in it must be there, else the fit would span a gap unseen."""
     lowest, highest = int(there.min()), int(there.max())
     legal = f"layers must be (first, last), inclusive, with {lowest} <= first < last <= {highest}"
@@ -165,13 +166,13 @@ def _fit(curves: pd.DataFrame, first: int, last: int, n_boot: int, seed: int) ->
     mean = values.mean(0)
     total = float(((mean - mean.mean()) ** 2).sum())
     residual = float(((mean - mean.mean() - slopes.mean() * centred) ** 2).sum())
-    r2 = 1 - residual / total if total > 0 else np.nan
+    r2 = 1 - residual / total if total > _FLAT else np.nan
     return {"rate": float(np.exp(slopes.mean())), "low": float(np.exp(low[0])), "high": float(np.exp(high[0])), "r2": r2}
 
 
 def growth_rate(
     df: pd.DataFrame,
-    layers: tuple[int, int] | None = None,
+    layers: Sequence[int] | None = None,
     skip_first: bool = True,
     measure: str = "l2",
     n_boot: int = 2000,

@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from ..errors import InputError, choice
 from ..stats import mean_interval
 from . import frames, labels, lines
-from .style import new_axes
+from .style import new_axes, thin
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
+_UNITS = ("block", "attn", "mlp")
 _METRICS = {
     "loss": "Δ loss (nats)",
     "kl": "KL divergence (nats)",
@@ -36,15 +37,16 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     by = frames.grouping(df, by)
     choice("metric", metric, df["metric"].unique())
     rows = df[df["metric"] == metric]
-    if (rows["unit"] == "head").any():
-        raise InputError("df must hold the units block, attn or mlp; got heads, of which a layer has many")
+    if not rows["unit"].isin(_UNITS).all():
+        raise InputError(f"df must hold the units block, attn or mlp, one curve each; got {', '.join(rows['unit'].unique())}")
     frames.refuse_several(rows, by)
     frames.refuse_targets(rows, by, may=" or name it in by=")
     groups = list(dict.fromkeys([*by, "unit"]))
     means = mean_interval(rows, "delta", [*groups, "layer"])
-    looks = lines.looks(means[groups])
+    means["unit"] = pd.Categorical(means["unit"], categories=_UNITS)
+    looks = lines.looks(means.sort_values(groups)[groups])
     ax = ax or new_axes()
-    ax.axhline(0, color="0.6", linewidth=0.6, zorder=0)
+    ax.axhline(0, color="0.6", linewidth=thin(), zorder=0)
     for key, look in looks.items():
         lines.draw(ax, lines.of(means, groups, key), lines.name(key), look)
     lines.layer_axis(ax, means["layer"])

@@ -6,13 +6,14 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ..errors import InputError
 from ..stats import mean_interval
 from . import frames, labels
-from .style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes
+from .style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin
 
 _NEEDED = ("prompt", "position", "target", "target_token", "versus", "versus_token", "component", "layer", "head", "contribution", "logit")
 # The columns beside the heads, and whose rows they sum.
@@ -44,6 +45,31 @@ def _grid(cells: pd.DataFrame, n_layers: int, n_columns: int) -> np.ndarray:
     return grid
 
 
+def _draw_cells(ax: Axes, cells: pd.DataFrame, norm: Normalize) -> QuadMesh:
+    """The heads as one mesh and each column beside them as another, a gap between; ticks for both."""
+    # Edges close the hairlines that PDF viewers show between cells.
+    look = {"cmap": mpl.colormaps[DIVERGING].with_extremes(bad="0.88"), "norm": norm, "edgecolors": "face", "linewidth": 0.1}
+    n_layers, n_heads = int(cells["layer"].max()) + 1, int(cells["head"].max()) + 1
+    edges, ticks = np.arange(n_layers + 1) - 0.5, {}
+    right, wide = n_heads - 0.5, max(1.0, 0.1 * n_heads)
+    if n_heads:
+        grid = _grid(cells[cells["column"] == "head"], n_layers, n_heads)
+        mesh = ax.pcolormesh(np.arange(n_heads + 1) - 0.5, edges, grid, **look)
+        ticks = {int(x): f"{x:.0f}" for x in MaxNLocator(8, integer=True).tick_values(0, n_heads - 1) if 0 <= x < n_heads}
+    for name in _BESIDE:
+        beside = cells[cells["column"] == name]
+        if len(beside):
+            left = right + 0.5 * wide
+            right = left + wide
+            mesh = ax.pcolormesh([left, right], edges, _grid(beside, n_layers, 1), **look)
+            ticks[left + wide / 2] = name
+    ax.set(xlim=(-0.5, right), ylim=(n_layers - 0.5, -0.5), xlabel="head", ylabel="layer")
+    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    ax.set_xticklabels(ticks.values())
+    ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    return mesh
+
+
 def _head_title(df: pd.DataFrame, cells: pd.DataFrame) -> str:
     several = labels.sample(cells["n"], frames.positions(df))
     if cells["n"].max() == 1:
@@ -63,32 +89,16 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
     frames.columns(df, _NEEDED, "an attribution")
     frames.refuse_several(df, names=["model"], may=_NO_BY)
     frames.refuse_targets(df)
+    if limit is not None and not limit > 0:
+        raise InputError(f"limit must be above 0, in logits; got {limit!r}")
     cells = _cells(df)
     ax = ax or new_axes(taller=1.25)
-    top = limit or float(cells["mean"].abs().max()) or 1.0
-    colours = {"cmap": mpl.colormaps[DIVERGING].with_extremes(bad="0.88"), "norm": Normalize(-top, top)}
-    look = {**colours, "edgecolors": "face", "linewidth": 0.1}  # edges close the hairlines that PDF viewers show between cells
-    n_layers, n_heads = cells["layer"].max() + 1, cells["head"].max() + 1
-    edges, ticks = np.arange(n_layers + 1) - 0.5, {}
-    right, wide = n_heads - 0.5, max(1.0, 0.1 * n_heads)
-    if n_heads:
-        mesh = ax.pcolormesh(np.arange(n_heads + 1) - 0.5, edges, _grid(cells[cells["column"] == "head"], n_layers, n_heads), **look)
-        ticks = {int(x): f"{x:.0f}" for x in MaxNLocator(8, integer=True).tick_values(0, n_heads - 1) if 0 <= x < n_heads}
-    for name in _BESIDE:
-        beside = cells[cells["column"] == name]
-        if len(beside):
-            left = right + 0.5 * wide
-            right = left + wide
-            mesh = ax.pcolormesh([left, right], edges, _grid(beside, n_layers, 1), **look)
-            ticks[left + wide / 2] = name
-    ax.set(xlim=(-0.5, right), ylim=(n_layers - 0.5, -0.5), xlabel="head", ylabel="layer")
-    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    ax.set_xticklabels(ticks.values())
-    ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+    largest = float(cells["mean"].abs().max())
+    top = limit or largest or 1.0
+    mesh = _draw_cells(ax, cells, Normalize(-top, top))
     ax.set_title(_head_title(df, cells), parse_math=False)
     ax.spines[:].set_visible(False)
-    beyond = "both" if cells["mean"].abs().max() > top else "neither"
-    ax.figure.colorbar(mesh, ax=ax, label="contribution (logits)", extend=beyond)
+    ax.figure.colorbar(mesh, ax=ax, label="contribution (logits)", extend="both" if largest > top else "neither")
     return ax
 
 
@@ -131,8 +141,9 @@ def waterfall(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     rows = np.arange(len(values))
     ax.barh(rows, values, left=ends - values, height=0.7, color=np.where(values < 0, NEGATIVE, POSITIVE))
     ax.barh([len(values)], [logit], height=0.7, color=TOTAL)
-    ax.vlines(ends, rows, rows + 1, color="0.5", linewidth=0.6, zorder=0)
-    ax.axvline(0, color="0.7", linewidth=0.6, zorder=0)
+    ax.use_sticky_edges = False  # else a running sum that returns to its extreme ends on the frame
+    ax.vlines(ends, rows, rows + 1, color="0.5", linewidth=thin(), zorder=0)
+    ax.axvline(0, color="0.7", linewidth=thin(), zorder=0)
     ax.set_yticks(np.arange(len(values) + 1), [*names, "logit" if df["versus"].iloc[0] == -1 else "logit difference"])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(values) + 0.6, -0.6)

@@ -33,7 +33,8 @@ def draw(ax: Axes, curve: pd.DataFrame, label: str, look: tuple[str, str]) -> No
     """One curve of `layer`, `mean`, `low`, `high`; without a band where there is no interval."""
     colour, dashes = look
     curve = curve.sort_values("layer")
-    ax.plot(curve["layer"], curve["mean"], color=colour, linestyle=dashes, marker="o", label=label)
+    marker = "o" if len(curve) <= 40 and dashes == "-" else ""  # more would run together, and dots hide the dashes
+    ax.plot(curve["layer"], curve["mean"], color=colour, linestyle=dashes, marker=marker, label=label)
     if curve["low"].notna().any():
         ax.fill_between(curve["layer"], curve["low"], curve["high"], color=colour, alpha=0.2, linewidth=0)
 

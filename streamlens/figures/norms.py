@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..stats import growth_rate, log_norms, mean_interval
 from . import frames, labels, lines
-from .style import new_axes
+from .style import new_axes, thin
 
 _NEEDED = ("prompt", "position", "layer", "site", "measure", "value")
 _MEASURES = {"l2": "residual stream norm (L2)", "rms": "residual stream RMS"}
@@ -24,21 +24,22 @@ def _geometric(rows: pd.DataFrame, groups: list[str]) -> pd.DataFrame:
 
 
 def _log_axis(ax: Axes) -> None:
-    """Plain numbers; within two decades also at 2 and 5, so that no axis has a single label."""
+    """Plain numbers, and never an axis with a single label: within a factor of 4 even steps, within two decades also at 2 and 5."""
     low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
+    ax.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else decades)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_fit(ax: Axes, fit: pd.Series, curve: pd.DataFrame, colour: str) -> None:
+def _draw_fit(ax: Axes, fit: pd.Series, curve: pd.DataFrame) -> None:
     """The fitted line over its range; in log space it goes through the mean of the range."""
     layers = curve[(curve["layer"] >= fit["first"]) & (curve["layer"] <= fit["last"])]
     x = layers["layer"].to_numpy(np.float64)
     y = np.exp(np.log(layers["mean"]).mean() + np.log(fit["rate"]) * (x - x.mean()))
     interval = "" if np.isnan(fit["low"]) else f" ({fit['low']:.3f} to {fit['high']:.3f})"
     label = f"×{fit['rate']:.3f}{interval} a layer, {fit['first']} to {fit['last']}"
-    ax.plot(x, y, color=colour, linewidth=0.9, linestyle=(0, (1, 1)), label=label)
+    ax.plot(x, y, color="black", linewidth=thin(), linestyle=":", zorder=3, label=label)
 
 
 def growth(
@@ -46,7 +47,7 @@ def growth(
     ax: Axes | None = None,
     measure: str = "l2",
     by: str | Sequence[str] | None = None,
-    fit: tuple[int, int] | None = None,
+    fit: Sequence[int] | None = None,
 ) -> Axes:
     """How the stream grows: its norm before each layer, and after the last, on a logarithmic axis.
 
@@ -66,17 +67,20 @@ def growth(
     ax = ax or new_axes()
     ax.set_yscale("log")
     alone = "positions from 1 on" if later.any() else "position 0"
-    for i, (key, look) in enumerate(lines.looks(curves[by]).items()):
+    for key, look in lines.looks(curves[by]).items():
         curve, start = lines.of(curves, by, key), lines.of(first, by, key)
         lines.draw(ax, curve, lines.name(key) or alone, look)
-        if len(start):
-            ax.plot(start["layer"], start["mean"], color=look[0], linestyle="--", linewidth=0.8, label="" if i else "position 0")
+        ax.plot(start["layer"], start["mean"], color=look[0], linestyle="--", linewidth=thin())
         if fit is not None:
             rate = growth_rate(lines.of(df, by, key), fit, skip_first=bool(later.any()), measure=measure)
-            _draw_fit(ax, rate.iloc[0], curve, look[0])
+            _draw_fit(ax, rate.iloc[0], curve)
+    if apart:
+        ax.plot([], [], color="0.4", linestyle="--", linewidth=thin(), label="position 0")
     lines.layer_axis(ax, curves["layer"])
     _log_axis(ax)
-    ax.set(xlabel="layer", ylabel=_MEASURES.get(measure, measure))
+    final = rows.loc[rows["site"] == "final", "layer"].unique()
+    after = f" ({final[0]} is after the last)" if len(final) == 1 else ""
+    ax.set(xlabel=f"layer{after}", ylabel=_MEASURES.get(measure, measure))
     n = labels.sample(curves["n"])
     ax.set_title(n if n == "1 prompt" else f"geometric mean of {n}, 95% interval")
     ax.legend()

@@ -89,6 +89,11 @@ def new_axes(height: float | None = None, taller: float = 1.0) -> Axes:
     return figure.add_subplot()
 
 
+def thin() -> float:
+    """Points of a line beside the data: a baseline, a fit."""
+    return 0.6 * mpl.rcParams["lines.linewidth"]
+
+
 def save(fig_or_ax: Figure | Axes, path_stem: str | Path, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:
     """Write a figure once a format ("pdf", "png", "svg") to `path_stem` plus its ending, and give the paths.
 

@@ -60,14 +60,15 @@ def norms_table(layers=LAYERS, prompts=PROMPTS, positions=range(8), rate=1.05, s
 
 @pytest.fixture
 def attribution():
-    return attribution_table()
+    """`attribution(...)` makes a table; the others alike."""
+    return attribution_table
 
 
 @pytest.fixture
 def ablation():
-    return ablation_table()
+    return ablation_table
 
 
 @pytest.fixture
 def norms():
-    return norms_table()
+    return norms_table
