@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,11 +11,17 @@ from tqdm import tqdm
 
 from streamlens import frames
 from streamlens.errors import AdditivityError, InputError, choice
+from streamlens.measure import ablation as removal
 from streamlens.measure import attribution as dla
+from streamlens.measure import growth
+from streamlens.measure.metrics import METRICS
 from streamlens.models.loaded import Model, load
 from streamlens.prompts import MEAN, Prompts, batches, parse, readouts
+from streamlens.prompts import positions as positions_of
+from streamlens.prompts.plain import is_index
+from streamlens.stream.sites import SITES
 
-__all__ = ["Model", "attribute", "load"]
+__all__ = ["Model", "ablate", "attribute", "load", "norms"]
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -58,6 +64,115 @@ def attribute(
             check_sums(model, parsed, shares[-1], check)
     df = frames.attribution(shares, dla.components(model.anatomy), frames.Labels(model.tokenizer, parsed))
     return frames.stamp(df, model, arguments, additivity_error=max(float(s.error.max()) for s in shares))
+
+
+def ablate(
+    model: Model,
+    prompts: object,
+    unit: str = "block",
+    method: str = "remove",
+    *,
+    layers: Sequence[int] | int | None = None,
+    target: object = None,
+    versus: object = None,
+    positions: object = None,
+    metrics: Sequence[str] | str | None = None,
+    progress: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    check: bool | str = True,
+) -> pd.DataFrame:
+    """What breaks without this layer? One row a metric, prompt, position and removed layer: `clean`, `ablated`, `delta` = ablated - clean.
+
+    `unit` "block" hands on a block's input as its output; "attn" and "mlp" set to zero what the sublayer adds (after its
+    branch norm, multiplier and biases). Everything after is recomputed. `layers`: which, all by default.
+    `positions`: where metrics are read, "all" by default with `target` "next", "last" where a target is given.
+
+    `metrics`, all that have their inputs by default: loss (-log p of the prompt's own next token, nats), kl (clean || ablated, nats),
+    top1_agree; target_logit and logit_diff (logits), target_rank (tokens strictly above the target). Raises :class:`InputError`.
+
+    Sources: Veit et al. 2016 and Men et al. 2024 (block removal); see the README for what `remove` means at norms on the stream.
+    """
+    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    choice("unit", unit, removal.UNITS)
+    choice("method", method, ("remove",))
+    wanted = chosen_metrics(metrics)
+    parsed = parsed_for(model, prompts)
+    given = target is not None or parsed.targets is not None
+    if positions is None and parsed.positions is None:
+        positions = "last" if given else "all"
+    if target is None and parsed.targets is None:
+        target = "top" if positions == "last" else "next"
+    rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
+    changes = removal.variants(model.anatomy, unit, chosen_layers(model, layers))
+    if not changes:
+        raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has one")
+    where = positions_of(parsed, positions)
+    parts = []
+    for batch in watched(batches(parsed, max_tokens), progress, f"remove {unit}"):
+        chosen = rows.take(np.isin(rows.prompt, batch.index))
+        inside = np.sort(batch.index)
+        places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
+        parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places, chosen, wanted))
+    if all(np.isnan(clean).all() for p in parts for clean, _ in (*p.at_position.values(), *p.at_target.values())):
+        raise InputError(f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus")
+    df = frames.ablation(parts, changes, unit, method, frames.Labels(model.tokenizer, parsed))
+    return frames.stamp(df, model, arguments)
+
+
+def norms(
+    model: Model,
+    prompts: object,
+    positions: object = None,
+    *,
+    measures: Sequence[str] | str = ("l2", "rms"),
+    sites: Sequence[str] | str | None = None,
+    progress: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    check: bool | str = True,
+) -> pd.DataFrame:
+    """How does the stream grow? One row a measure at one site of one layer at one position, in the stream's own units.
+
+    `measures`: "l2" and "rms". `sites`, all by default: embed, resid_pre, attn_out, resid_mid, mlp_out, resid_post and final
+    (the stream just before the final norm; layer n_layers). `positions` "all" by default; padding is never among them.
+    Raises :class:`InputError`.
+    """
+    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    measures, sites = _several("measures", measures, growth.MEASURES), _several("sites", sites, SITES)
+    parsed = parsed_for(model, prompts)
+    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    parts = []
+    for batch in watched(batches(parsed, max_tokens), progress, "norms"):
+        inside = np.sort(batch.index)
+        places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
+        parts.append(growth.measure_batch(model.module, model.anatomy, batch, places, sites, measures))
+    return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
+
+
+def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:
+    """The named metrics, all of them for None."""
+    return _several("metrics", metrics, METRICS)
+
+
+def chosen_layers(model: Model, layers: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Layers by index, all of them for None, each once and in order."""
+    if layers is None:
+        return tuple(range(model.n_layers))
+    given = [layers] if isinstance(layers, int) else list(layers)
+    for layer in given:
+        if not is_index(layer) or not 0 <= layer < model.n_layers:
+            raise InputError(f"layers must be indices from 0 to {model.n_layers - 1}; got {layer!r}")
+    if not given:
+        raise InputError("layers must name at least one layer; got none")
+    return tuple(sorted({int(layer) for layer in given}))
+
+
+def _several(parameter: str, value: Sequence[str] | str | None, legal: Collection[str]) -> tuple[str, ...]:
+    given = tuple(legal) if value is None else (value,) if isinstance(value, str) else tuple(value)
+    for one in given:
+        choice(parameter, one, legal)
+    if not given:
+        raise InputError(f"{parameter} must name at least one of {', '.join(legal)}; got none")
+    return tuple(dict.fromkeys(given))
 
 
 def parsed_for(model: Model, prompts: object) -> Prompts:

@@ -10,7 +10,9 @@ import numpy as np
 import pandas as pd
 
 from streamlens import schema
+from streamlens.measure.ablation import Removal, Variant
 from streamlens.measure.attribution import Component, Shares
+from streamlens.measure.growth import Sites
 from streamlens.prompts import MEAN, NONE, Prompts
 from streamlens.prompts.text import decode
 
@@ -103,6 +105,57 @@ def attribution(shares: Iterable[Shares], components: Sequence[Component], label
     columns |= component_columns(components, len(logit)) | {"contribution": contribution.reshape(-1)}
     columns |= {name: values.repeat(n) for name, values in carried(labels.prompts, parts["prompt"]).items()}
     return schema.apply(pd.DataFrame(columns, copy=False), "attribution")
+
+
+def ablation(removals: Iterable[Removal], changes: Sequence[Variant], unit: str, method: str, labels: Labels) -> pd.DataFrame:
+    """The ablation table: for each prompt, position and target its metrics, under each change in turn."""
+    parts = [frame for r in removals for frame in _removal_parts(r, changes, labels)]
+    df = schema.concat(parts, "ablation") if len(parts) > 1 else schema.apply(parts[0], "ablation")
+    df["unit"], df["method"] = (pd.Categorical.from_codes(np.zeros(len(df), dtype=np.int8), categories=[word]) for word in (unit, method))
+    return schema.apply(df.sort_values(["prompt", "position", "layer", "sublayer"], kind="stable"), "ablation")
+
+
+def _removal_parts(removal: Removal, changes: Sequence[Variant], labels: Labels) -> Iterable[pd.DataFrame]:
+    """One frame a metric, without the rows whose inputs are absent."""
+    none = np.full(len(removal.prompt), NONE)
+    r = removal.readouts
+    groups = ((removal.prompt, removal.position, none, none, removal.at_position), (r.prompt, r.position, r.target, r.versus, removal.at_target))
+    for prompt, position, target, versus, metrics in groups:
+        for name, (clean, changed) in metrics.items():
+            rows = np.flatnonzero(~np.isnan(clean))
+            if not len(rows):
+                continue
+            n = len(changes)
+            columns = place_columns(labels, prompt[rows], position[rows]) | target_columns(labels, target[rows], versus[rows])
+            columns = {key: repeat(values, n) for key, values in (columns | {"clean": clean[rows]}).items()}
+            columns |= {key: np.tile(np.array([getattr(c, key) for c in changes], dtype=np.int32), len(rows)) for key in ("layer", "sublayer")}
+            columns |= {"span": np.ones(len(rows) * n, dtype=np.int32), "head": np.full(len(rows) * n, NONE, dtype=np.int32)}
+            columns |= {"ablated": changed[:, rows].T.reshape(-1), "metric": pd.Categorical.from_codes(np.zeros(len(rows) * n, dtype=np.int8), [name])}
+            columns["delta"] = columns["ablated"] - columns["clean"]
+            columns |= {"unit": pd.Categorical([""] * len(rows) * n), "method": pd.Categorical([""] * len(rows) * n)}
+            columns |= {key: values.repeat(n) for key, values in carried(labels.prompts, prompt[rows]).items()}
+            yield pd.DataFrame(columns, copy=False)
+
+
+def norms(parts: Iterable[Sites], labels: Labels) -> pd.DataFrame:
+    """The norms table, ordered by prompt and position, sites in the model's order."""
+    parts = list(parts)
+    first = parts[0]
+    prompt, position = (np.concatenate([getattr(p, name) for p in parts]) for name in ("prompt", "position"))
+    value = np.concatenate([p.value for p in parts])
+    order = np.lexsort((position, prompt))
+    n = len(first.sites) * len(first.measures)
+    columns = {k: repeat(v, n) for k, v in place_columns(labels, prompt[order], position[order]).items()}
+    kinds, measures = list(dict.fromkeys(site for site, _, _ in first.sites)), list(first.measures)
+    codes = np.repeat([kinds.index(site) for site, _, _ in first.sites], len(measures)).astype(np.int8)
+    for name, index in (("layer", 1), ("sublayer", 2)):
+        columns[name] = np.tile(np.repeat(np.array([s[index] for s in first.sites], dtype=np.int32), len(measures)), len(order))
+    columns["head"] = np.full(len(order) * n, NONE, dtype=np.int32)
+    columns["site"] = pd.Categorical.from_codes(np.tile(codes, len(order)), categories=kinds)
+    columns["measure"] = pd.Categorical.from_codes(np.tile(np.arange(len(measures), dtype=np.int8), n // len(measures) * len(order)), categories=measures)
+    columns["value"] = value[order].reshape(-1)
+    columns |= {k: v.repeat(n) for k, v in carried(labels.prompts, prompt[order]).items()}
+    return schema.apply(pd.DataFrame(columns, copy=False), "norms")
 
 
 def stamp(df: pd.DataFrame, model, arguments: Mapping[str, object], **facts: object) -> pd.DataFrame:

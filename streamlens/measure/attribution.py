@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor, nn
 
+from streamlens.measure.places import flat_index, with_top
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
-from streamlens.prompts import TOP, Readouts, TokenBatch, fill_top
+from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.readout import Key, Readout
 from streamlens.stream.unembed import Unembed
 
@@ -51,18 +52,15 @@ def components(anatomy: Anatomy) -> tuple[Component, ...]:
 def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts) -> Shares:
     """Contributions of every component to the logits in `readouts`, whose prompts are all in `batch`."""
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    row_of = np.full(int(batch.index.max()) + 1, -1)
-    row_of[batch.index] = np.arange(len(batch.index))
     with Readout(module, anatomy) as readout:
         hidden = readout.forward(batch.ids, batch.mask)
-        readouts = _with_top(readouts, row_of, hidden.detach(), unembed)
+        readouts = with_top(readouts, batch, hidden.detach(), unembed)
+        flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
         table = _Table(anatomy, len(readouts), unembed.wide)
         rounds = _rounds(readouts)
         for number in range(rounds.max() + 1):
             rows = np.flatnonzero(rounds == number)
-            chosen = readouts.take(rows)
-            flat = row_of[chosen.prompt] * batch.ids.shape[1] + chosen.position
-            _pull(readout, hidden, unembed, table, rows, torch.from_numpy(flat), chosen, last=number == rounds.max())
+            _pull(readout, hidden, unembed, table, rows, flat[rows], readouts.take(rows), last=number == rounds.max())
     return _checked(readouts, table)
 
 
@@ -160,13 +158,6 @@ def _rounds(readouts: Readouts) -> np.ndarray:
     rounds = np.empty(len(new), dtype=np.int64)
     rounds[order] = np.arange(len(new)) - starts
     return rounds
-
-
-def _with_top(readouts: Readouts, row_of: np.ndarray, hidden: Float[Tensor, "batch pos d_model"], unembed: Unembed) -> Readouts:
-    if not (readouts.target == TOP).any():
-        return readouts
-    top = unembed.top(hidden[torch.from_numpy(row_of[readouts.prompt]), torch.from_numpy(readouts.position)])
-    return fill_top(readouts, top.cpu().numpy())
 
 
 def _checked(readouts: Readouts, table: _Table) -> Shares:

@@ -1,0 +1,33 @@
+"""Where in a batch the rows of a call stand."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from streamlens.prompts import TOP, Readouts, TokenBatch, fill_top
+from streamlens.stream.unembed import Unembed
+
+
+def flat_index(batch: TokenBatch, prompt: Int64[np.ndarray, " row"], position: Int64[np.ndarray, " row"]) -> Int64[np.ndarray, " row"]:
+    """Index into the batch's `[batch * pos]` of each (prompt, position); every prompt must be in the batch."""
+    row_of = np.full(int(batch.index.max()) + 1, -1)
+    row_of[batch.index] = np.arange(len(batch.index))
+    return row_of[prompt] * batch.ids.shape[1] + position
+
+
+def at(hidden: Float[Tensor, "batch pos width"], flat: np.ndarray) -> Float[Tensor, "row width"]:
+    """Rows of a batch's tensor by their flat index."""
+    return hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(flat).to(hidden.device)]
+
+
+def with_top(readouts: Readouts, batch: TokenBatch, hidden: Float[Tensor, "batch pos d_model"], unembed: Unembed) -> Readouts:
+    """The readouts with the clean run's likeliest token where the target is "top"."""
+    top = readouts.target == TOP
+    if not top.any():
+        return readouts
+    ids = np.zeros(len(readouts), dtype=np.int64)
+    ids[top] = unembed.top(at(hidden, flat_index(batch, readouts.prompt[top], readouts.position[top]))).cpu().numpy()
+    return fill_top(readouts, ids)
