@@ -6,7 +6,6 @@ both work on a copy of the module tree that shares the parameter tensors.
 
 from __future__ import annotations
 
-import contextlib
 import copy as copying
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.checks import is_transformers_model
+from streamlens.stream.run import borrowed
 
 # Largest difference between a bridge and the model inside it, relative to the largest logit: the bridge computes
 # attention in an order of its own, so a few roundings of the dtype are allowed.
@@ -78,7 +78,7 @@ def _take_off(module: nn.Module, memo: dict[int, object]) -> None:
 def _check_same_logits(bridge, inside: nn.Module, module: nn.Module) -> None:
     weight = next(module.parameters())
     ids = torch.arange(1, 9, device=weight.device).remainder(module.config.get_text_config().vocab_size)[None]
-    with _eval_mode(bridge, inside, module), torch.no_grad():
+    with borrowed(bridge), borrowed(inside), borrowed(module), torch.no_grad():
         theirs, ours = bridge(ids), module(ids, use_cache=False).logits
     error = ((theirs - ours).abs().max() / theirs.abs().max()).item()
     if not error <= _LIMIT.get(weight.dtype, 5e-2):
@@ -86,18 +86,6 @@ def _check_same_logits(bridge, inside: nn.Module, module: nn.Module) -> None:
             f"the logits of this TransformerBridge differ from those of the {type(module).__name__} inside it by {error:.1g} of the "
             "largest logit; open a bridge without compatibility mode and without permanent hooks, or the model itself"
         )
-
-
-@contextlib.contextmanager
-def _eval_mode(*trees: nn.Module):
-    flags = {part: part.training for tree in trees for part in tree.modules()}
-    try:
-        for tree in trees:
-            tree.eval()
-        yield
-    finally:
-        for part, training in flags.items():
-            part.training = training
 
 
 def make_bridge(module: nn.Module, tokenizer=None, *, copy: bool = False, name: str = "streamlens"):
