@@ -86,7 +86,8 @@ def cache_bytes(module: nn.Module) -> int:
     with borrowed(module):
         for length in _LENGTHS:
             ids = torch.arange(length, device=device)[None] + 1
-            cache = getattr(module(ids, use_cache=True), "past_key_values", None)
+            output = module(ids, use_cache=True)
+            cache = output["cache"] if "cache" in output else output.get("past_key_values")  # its newer and its older name
             held = {id(tensor): tensor for tensor in _tensors(cache)}.values()
             sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in held))
     return (sizes[1] - sizes[0]) // (_LENGTHS[1] - _LENGTHS[0])

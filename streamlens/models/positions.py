@@ -75,10 +75,7 @@ def _rope_settings(module: nn.Module) -> str:
     config = text_config(module)
     found = setting(config, "rope_parameters") or {}
     kinds = {kind: values for kind, values in found.items() if isinstance(values, dict)}
-    if kinds:  # one set a kind of layer
-        text = "; ".join(f"{kind}: {_one_rope(values)}" for kind, values in kinds.items())
-    else:
-        text = _one_rope(found)
+    text = "; ".join(f"{kind}: {_one_rope(values)}" for kind, values in kinds.items()) or _one_rope(found)
     if rotary := setting(config, "rotary_dim"):
         text = ", ".join(filter(None, (text, f"{rotary} dimensions of a head")))
     without = setting(config, "no_rope_layers")

@@ -179,10 +179,9 @@ def test_cache_is_measured(family, numbers):
 
 
 def test_layers_that_share_keys_and_values_keep_them_once():
-    config = transformers.Gemma3nTextConfig(
-        **GROUPED | {"num_hidden_layers": 4, "intermediate_size": [24] * 4}, head_dim=8, num_kv_shared_layers=2, layer_types=["full_attention"] * 4,
-        hidden_size_per_layer_input=4, vocab_size_per_layer_input=20, laurel_rank=2, activation_sparsity_pattern=[0.0] * 4,
-    )  # fmt: skip
+    sizes = GROUPED | {"num_hidden_layers": 4, "intermediate_size": [24] * 4, "head_dim": 8, "laurel_rank": 2}
+    sizes |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 20, "activation_sparsity_pattern": [0.0] * 4}
+    config = transformers.Gemma3nTextConfig(**sizes, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
     module = transformers.Gemma3nForCausalLM(config).eval()
     found = config_facts(module)
     assert found["kv_cache_bytes_per_token"] == 4 * 2 * 2 * 2 * 8  # bytes, layers, keys and values, heads, d_head
