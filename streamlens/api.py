@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 from tqdm import tqdm
 
 from streamlens import frames
@@ -19,9 +20,10 @@ from streamlens.models.loaded import Model, load
 from streamlens.prompts import MEAN, Prompts, batches, parse, readouts
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index
+from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
 
-__all__ = ["Model", "ablate", "attribute", "load", "norms"]
+__all__ = ["Model", "ablate", "attribute", "load", "norms", "record"]
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -146,6 +148,53 @@ def norms(
         places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
         parts.append(growth.measure_batch(model.module, model.anatomy, batch, places, sites, measures))
     return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
+
+
+def record(
+    model: Model,
+    prompts: object,
+    sites: Sequence[str] | str,
+    positions: object = None,
+    *,
+    progress: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    check: bool | str = True,
+) -> dict[str, torch.Tensor]:
+    """Raw tensors, for what no call answers: a dict from TransformerLens' name to a tensor `[prompt, pos, ...]` on the CPU.
+
+    `sites`: resid_pre, attn_out, resid_mid, mlp_out, resid_post, embed, pos_embed; z `[.., head, d_head]`; q, k (as they enter
+    the scores, rotated), v `[.., head, d_head]`, pattern `[.., head, source]`; post, the MLP's activation `[.., d_mlp]`; or full
+    names ("blocks.3.attn.hook_z"). Only these are kept. `positions`, "all" by default, chooses along `pos` (for a pattern, the
+    queries). Shorter prompts are padded with zeros on the right; "mask" `[prompt, pos]` is True at what is real, and
+    "positions" `[prompt, pos]` holds the positions, -1 at padding. Raises :class:`InputError`.
+    """
+    chosen = resolve(model.anatomy, (sites,) if isinstance(sites, str) else tuple(sites))
+    parsed = parsed_for(model, prompts)
+    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    pieces: list[dict[str, torch.Tensor]] = [{} for _ in where]
+    for batch in watched(batches(parsed, max_tokens), progress, "record"):
+        for name, value in record_batch(model.module, model.anatomy, batch, chosen).items():
+            for row, prompt in enumerate(batch.index):
+                tensor = value[row, torch.from_numpy(where[prompt])]
+                is_pattern = chosen[name] == "pattern"
+                pieces[prompt][name] = tensor[..., : parsed.lengths[prompt]] if is_pattern else tensor
+    out = {name: _padded([p[name] for p in pieces]) for name in sorted(chosen, key=_by_layer)}
+    at = _padded([torch.from_numpy(w) + 1 for w in where]) - 1
+    return out | {"positions": at, "mask": at >= 0}
+
+
+def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors of unequal shape as one, zeros behind the shorter ones along every axis."""
+    shape = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
+    out = tensors[0].new_zeros(len(tensors), *shape)
+    for row, tensor in zip(out, tensors, strict=True):
+        row[tuple(slice(n) for n in tensor.shape)] = tensor
+    return out
+
+
+def _by_layer(name: str) -> tuple[int, str]:
+    parts = name.split(".")
+    return (int(parts[1]) if parts[0] == "blocks" else -1, name)
 
 
 def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:

@@ -91,6 +91,7 @@ def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call],
 
         def close(what: str, layer: int, path: str, out: Tensor) -> Call:
             x, last = opened.pop((what, path)), linears.pop(path, None)
+            layer = layer if what == "block" or run.inside else -1
             if what != "reader" or last is None:
                 return Call(what, layer, path, x, _flat(out))
             return Call(what, layer, path, x, _flat(out), last[0], last[2], last[1])

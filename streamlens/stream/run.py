@@ -105,6 +105,10 @@ class Run:
 
         self._handles.append(self.module.get_submodule(path).register_forward_hook(post, with_kwargs=True))
 
+    def on_whole_output(self, path: str, hook: Callable[[int, Any], None]) -> None:
+        """`hook(layer, output)` with all that the module returned, a tuple where it is one."""
+        self._handles.append(self.module.get_submodule(path).register_forward_hook(lambda _, args, output: hook(self.now, output)))
+
     def replace(self, path: str, forward: Callable[..., Any]) -> None:
         """Put `forward(original, *args, **kwargs)` in the place of the module's own forward."""
         module = self.module.get_submodule(path)
