@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from ..errors import InputError, choice
 from ..stats import mean_interval
 from . import frames, labels, lines
-from .style import new_axes, thin
+from .style import new_axes, thin, title
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
 _UNITS = ("block", "attn", "mlp")
@@ -40,6 +40,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     if not rows["unit"].isin(_UNITS).all():
         raise InputError(f"df must hold the units block, attn or mlp, one curve each; got {', '.join(rows['unit'].unique())}")
     frames.refuse_several(rows, by)
+    frames.refuse_several(rows[rows["unit"] != "block"], by, names=["sublayer"])  # a block has none, -1
     frames.refuse_targets(rows, by, may=" or name it in by=")
     groups = list(dict.fromkeys([*by, "unit"]))
     means = mean_interval(rows, "delta", [*groups, "layer"])
@@ -52,6 +53,6 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     lines.layer_axis(ax, means["layer"])
     ax.set(xlabel="layer", ylabel=_METRICS.get(metric, f"Δ {metric}"))
     interval = "" if means["n"].max() == 1 else ", 95% interval"
-    ax.set_title(f"mean of {labels.sample(means['n'])}{interval}" if interval else labels.sample(means["n"]))
+    title(ax, f"mean of {labels.sample(means['n'])}{interval}" if interval else labels.sample(means["n"]))
     ax.legend()
     return ax

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from ..errors import InputError
 from ..stats import mean_interval
 from . import frames, labels
-from .style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin
+from .style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin, title
 
 _NEEDED = ("prompt", "position", "target", "target_token", "versus", "versus_token", "component", "layer", "head", "contribution", "logit")
 # The columns beside the heads, and whose rows they sum.
@@ -43,6 +43,15 @@ def _grid(cells: pd.DataFrame, n_layers: int, n_columns: int) -> np.ndarray:
     grid = np.full((n_layers, n_columns), np.nan)
     grid[cells["layer"], cells["head"].clip(lower=0)] = cells["mean"]
     return grid
+
+
+def _limit(cells: pd.DataFrame) -> float:
+    """The largest mean, unless it is one of the few largest MLPs: beside a last MLP of 7 logits, heads of 0.5 would all be white."""
+    size = cells["mean"].abs()
+    is_head = cells["column"] == "head"
+    if is_head.any() and not is_head.all():
+        return float(min(size.max(), max(2 * size[is_head].max(), size[~is_head].quantile(0.9)))) or 1.0
+    return float(size.max()) or 1.0
 
 
 def _draw_cells(ax: Axes, cells: pd.DataFrame, norm: Normalize) -> QuadMesh:
@@ -83,8 +92,9 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
 
     `df` is an attribution table of one model and one target a position. Of several prompts it shows the mean over prompts (positions
     averaged within each first); the title says how many, and half the width of the widest 95% interval. Colours are centred at 0 and
-    reach to ±`limit` logits, by default the largest mean shown. Embedding, biases and softcap have no place in the map. Raises
-    InputError for several models or targets.
+    reach to ±`limit` logits, by default the largest mean shown, unless that is one of the tenth of MLPs that outgrow every head twice;
+    what lies beyond has the last colour, and the colour bar says so. Embedding, biases and softcap have no place in the map. Raises
+    InputError for several models or targets, and for a `limit` that is not above 0.
     """
     frames.columns(df, _NEEDED, "an attribution")
     frames.refuse_several(df, names=["model"], may=_NO_BY)
@@ -93,12 +103,14 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
         raise InputError(f"limit must be above 0, in logits; got {limit!r}")
     cells = _cells(df)
     ax = ax or new_axes(taller=1.25)
-    largest = float(cells["mean"].abs().max())
-    top = limit or largest or 1.0
+    largest = cells["mean"].iloc[cells["mean"].abs().argmax()]
+    top = limit or _limit(cells)
     mesh = _draw_cells(ax, cells, Normalize(-top, top))
-    ax.set_title(_head_title(df, cells), parse_math=False)
+    title(ax, _head_title(df, cells))
     ax.spines[:].set_visible(False)
-    ax.figure.colorbar(mesh, ax=ax, label="contribution (logits)", extend="both" if largest > top else "neither")
+    beyond = abs(largest) > top
+    bar = ax.figure.colorbar(mesh, ax=ax, extend="both" if beyond else "neither")
+    bar.set_label(f"contribution (logits; largest {largest:.3g})" if beyond else "contribution (logits)")
     return ax
 
 
@@ -152,5 +164,5 @@ def waterfall(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
         where = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
         ax.annotate(number, (1.01, y), **where, fontsize=mpl.rcParams["ytick.labelsize"])
     ax.set_xlabel("logits, summed from the top")
-    ax.set_title(f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}", parse_math=False)
+    title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax

@@ -9,7 +9,7 @@ import pandas as pd
 from ..errors import InputError
 
 # Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
-_NOT_AVERAGED = ("model", "method", "span", "sublayer", "expert", "at", "reference")
+_NOT_AVERAGED = ("model", "method", "span", "expert", "at", "reference")
 
 
 def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:

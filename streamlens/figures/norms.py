@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from ..stats import growth_rate, log_norms, mean_interval
 from . import frames, labels, lines
-from .style import new_axes, thin
+from .style import new_axes, thin, title
 
 _NEEDED = ("prompt", "position", "layer", "site", "measure", "value")
 _MEASURES = {"l2": "residual stream norm (L2)", "rms": "residual stream RMS"}
@@ -82,6 +82,6 @@ def growth(
     after = f" ({final[0]} is after the last)" if len(final) == 1 else ""
     ax.set(xlabel=f"layer{after}", ylabel=_MEASURES.get(measure, measure))
     n = labels.sample(curves["n"])
-    ax.set_title(n if n == "1 prompt" else f"geometric mean of {n}, 95% interval")
+    title(ax, n if n == "1 prompt" else f"geometric mean of {n}, 95% interval")
     ax.legend()
     return ax

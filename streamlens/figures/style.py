@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -92,6 +93,13 @@ def new_axes(height: float | None = None, taller: float = 1.0) -> Axes:
 def thin() -> float:
     """Points of a line beside the data: a baseline, a fit."""
     return 0.6 * mpl.rcParams["lines.linewidth"]
+
+
+def title(ax: Axes, text: str) -> None:
+    """A title broken into lines that fit a narrow figure; no mathematics in it, since tokens may hold dollar signs."""
+    points = ax.get_window_extent().width * 72 / ax.figure.dpi
+    characters = max(20, int(1.1 * points / (0.58 * ax.title.get_fontsize())))  # a letter is a little over half as wide as high
+    ax.set_title("\n".join(textwrap.wrap(text, characters, break_on_hyphens=False)), parse_math=False)
 
 
 def save(fig_or_ax: Figure | Axes, path_stem: str | Path, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:

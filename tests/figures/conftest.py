@@ -40,7 +40,15 @@ def ablation_table(layers=LAYERS, prompts=PROMPTS, positions=(0, 1, 2), units=("
     size = df["unit"].map({"block": 1.0, "attn": 0.3, "mlp": 0.6}).astype(float)
     df["delta"] = size * (0.2 + 3 * np.exp(-df["layer"] / 2.0) + 0.05 * rng.normal(size=len(df)))
     df["clean"] = np.where(df["metric"] == "loss", 3.0, 0.0)
-    df = df.assign(ablated=df["clean"] + df["delta"], method="remove", span=1, sublayer=0, head=-1, token="x", prompt_text="p")
+    df = df.assign(
+        ablated=df["clean"] + df["delta"],
+        method="remove",
+        span=1,
+        sublayer=np.where(df["unit"] == "block", -1, 0),
+        head=-1,
+        token="x",
+        prompt_text="p",
+    )
     df = df.assign(target=-1, target_token="", versus=-1, versus_token="")
     df.attrs = {"model": "made-up"}
     return schema.apply(df, "ablation")

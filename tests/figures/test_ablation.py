@@ -66,6 +66,12 @@ def test_several_of_a_kind_are_refused_or_drawn_apart(ablation, name, values):
     assert list(curves(figures.removal(df, by=name))) == [f"{value}, block" for value in values]
 
 
+def test_two_mlps_of_one_block_are_not_averaged(ablation):
+    df = two(ablation(units=("mlp",)), sublayer=(0, 1))
+    with pytest.raises(InputError, match=r"df must hold one sublayer; got 2 \(0, 1\): select one or name it in by="):
+        figures.removal(df)
+
+
 def test_several_targets_are_refused_or_drawn_apart(ablation):
     df = two(ablation(units=("attn",)), target=(5, 6))
     with pytest.raises(InputError, match="df must hold one target and versus a position; got several, first at prompt 0, position 0"):

@@ -45,8 +45,17 @@ def test_a_limit_says_that_colours_end(attribution):
     ax = figures.heads(attribution(), limit=0.5)
     assert ax.collections[0].norm.vmax == 0.5
     assert ax.collections[-1].colorbar.extend == "both"
+    assert ax.figure.axes[1].get_ylabel().startswith("contribution (logits; largest -4.")
     with pytest.raises(InputError, match=r"limit must be above 0, in logits; got -1\.0"):
         figures.heads(attribution(), limit=-1.0)
+
+
+def test_one_large_mlp_does_not_whiten_the_heads(attribution):
+    df = attribution()
+    df.loc[(df["component"] == "mlp") & (df["layer"] == 29), "contribution"] = 100.0
+    ax = figures.heads(df)
+    assert ax.collections[0].norm.vmax == pytest.approx(2 * np.abs(means(df, "head")).max())
+    assert ax.figure.axes[1].get_ylabel() == "contribution (logits; largest 100)"
 
 
 def test_layers_run_down_and_the_mlps_stand_beside_the_heads(attribution):
@@ -60,7 +69,8 @@ def test_layers_run_down_and_the_mlps_stand_beside_the_heads(attribution):
 
 def test_the_title_of_several_prompts_says_n_and_the_interval(attribution):
     assert figures.heads(attribution()).get_title().startswith("mean of 6 prompts; 95% intervals up to ±0.0")
-    assert figures.heads(attribution(positions=(3, 4))).get_title().startswith("mean of 6 prompts, 2 positions each; 95%")
+    several = figures.heads(attribution(positions=(3, 4))).get_title().replace("\n", " ")
+    assert several.startswith("mean of 6 prompts, 2 positions each; 95% intervals up to ±0.0")
 
 
 def test_the_title_of_one_prompt_is_its_target(attribution):
@@ -163,7 +173,7 @@ def test_a_waterfall_refuses_rows_that_do_not_sum_to_the_logit(attribution):
 def test_tokens_that_a_font_or_mathtext_cannot_draw_are_spelled_out(attribution):
     df = relabel(attribution(prompts=1, layers=2), target_token="$x_1", versus_token="中\n", token="a" * 40)
     ax = figures.waterfall(df)
-    assert ax.get_title() == f"“$x_1” − “\\u4e2d\\n” after “{'a' * 23}…”"
+    assert ax.get_title().replace("\n", " ") == f"“$x_1” − “\\u4e2d\\n” after “{'a' * 23}…”"
     assert ax.figure._repr_png_()
 
 

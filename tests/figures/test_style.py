@@ -23,7 +23,7 @@ def drawn(attribution, ablation, norms):
 
     def draw():
         return [
-            figures.heads(attribution()),
+            figures.heads(attribution(positions=(3, 4, 5))),
             figures.waterfall(attribution(prompts=1)),
             figures.removal(ablation()),
             figures.growth(norms(), fit=(5, 25)),
