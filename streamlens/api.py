@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -16,14 +17,17 @@ from streamlens.measure import ablation as removal
 from streamlens.measure import attribution as dla
 from streamlens.measure import growth
 from streamlens.measure.metrics import METRICS
+from streamlens.models.card import config_facts
 from streamlens.models.loaded import Model, load
+from streamlens.models.placement import placement_facts
+from streamlens.models.verify import probe_ids
 from streamlens.prompts import MEAN, Prompts, batches, parse, readouts
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index
 from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
 
-__all__ = ["Model", "ablate", "attribute", "load", "norms", "record"]
+__all__ = ["Model", "ablate", "attribute", "card", "load", "norms", "record"]
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -195,6 +199,19 @@ def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _by_layer(name: str) -> tuple[int, str]:
     parts = name.split(".")
     return (int(parts[1]) if parts[0] == "blocks" else -1, name)
+
+
+def card(model: Model) -> pd.DataFrame:
+    """The architecture as one row, one column a fact: sizes, positions, norms, experts, multipliers, parameters and costs.
+
+    Counts are checked against the real parameters; norm placement, multipliers and the logit softcap are what the proof at
+    load saw, not what the config or the family's name says. 0 stands for an absent number, "none" for an absent kind, nan
+    for an absent softcap (and for a multiplier that is not one number).
+    """
+    facts = config_facts(model.module, Counter(layer.path for layer in model.anatomy.layers))
+    facts["n_layers"] = model.n_layers
+    facts |= placement_facts(model.module, model.anatomy, probe_ids(model.module))
+    return frames.stamp(frames.card(model.name, facts), model, {})
 
 
 def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:

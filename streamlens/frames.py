@@ -158,6 +158,11 @@ def norms(parts: Iterable[Sites], labels: Labels) -> pd.DataFrame:
     return schema.apply(pd.DataFrame(columns, copy=False), "norms")
 
 
+def card(name: str, facts: Mapping[str, object]) -> pd.DataFrame:
+    """One row, one column a fact."""
+    return schema.apply(pd.DataFrame({"model": [name]} | {key: [value] for key, value in facts.items()}), "card")
+
+
 def stamp(df: pd.DataFrame, model, arguments: Mapping[str, object], **facts: object) -> pd.DataFrame:
     """Where the numbers come from, in `df.attrs`: kept by Parquet, so plain JSON values only."""
     df.attrs = {

@@ -97,9 +97,8 @@ class _Checker:
         padded = attribute_batch(self.module, self.anatomy, self.batch, self._readouts(self.batch))
         additivity = max(float(s.error.max()) for s in (self.shares, padded))
         self._demand(additivity <= self.limit, f"contributions miss the logit by {additivity:.2g} of sum|parts| (limit {self.limit:.0e})")
-        silent = [c for c, column in zip(components(self.anatomy), self.shares.contribution.T, strict=True) if c.kind in ("embed", "head", "mlp", "mixer") and not column.any()]
-        silent = [c for c in silent if c.kind != "head"] if len(silent) < len(self.shares.contribution.T) else silent
-        self._demand(not silent, f"{_label(silent[0]) if silent else ''} writes nothing into any logit: its row was swallowed by another")
+        silent = self._silent()
+        self._demand(silent is None, f"{silent} writes nothing into any logit: another row has swallowed it")
         with torch.no_grad(), Run(self.module, self.anatomy.block_paths, self.anatomy.unembed) as run:
             logits = run.logits(self.whole.ids).double()
         r = self.readouts
@@ -108,6 +107,15 @@ class _Checker:
         error = float((printed.cpu() - torch.from_numpy(self.shares.logit)).abs().max() / logits.abs().max())
         self._demand(error <= ROOM * self.limit, f"logits from the unembedding's rows miss the printed ones by {error:.2g} of the largest")
         return {"additivity": additivity, "printed": error}
+
+    def _silent(self) -> str | None:
+        """The first write without a share in any logit: all heads of an attention, an MLP, a mixer, the embedding."""
+        reached: dict[tuple[str, int, int], bool] = {}
+        for c, column in zip(components(self.anatomy), self.shares.contribution.T, strict=True):
+            if not c.kind.endswith("bias") and c.kind != "softcap":
+                place = (c.kind, c.layer, c.sublayer)
+                reached[place] = reached.get(place, False) or bool(column.any())
+        return next((_label(Component(*place)) for place, any_share in reached.items() if not any_share), None)
 
     @torch.no_grad()
     def stream(self) -> float:
