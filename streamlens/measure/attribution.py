@@ -58,9 +58,10 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
         table = _Table(anatomy, len(readouts), unembed.wide)
         rounds = _rounds(readouts)
-        for number in range(rounds.max() + 1):
+        n_rounds = int(rounds.max()) + 1
+        for number in range(n_rounds):
             rows = np.flatnonzero(rounds == number)
-            _pull(readout, hidden, unembed, table, rows, flat[rows], readouts.take(rows), last=number == rounds.max())
+            _pull(readout, hidden, unembed, table, rows, flat[rows], readouts.take(rows), last=number + 1 == n_rounds)
     return _checked(readouts, table)
 
 
