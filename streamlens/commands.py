@@ -111,7 +111,7 @@ def _ablate(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
 
 
 def _norms(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
-    return sl.norms(model, prompts, positions=args.positions or "all", progress=not args.quiet)
+    return sl.norms(model, prompts, positions=args.positions, progress=not args.quiet)
 
 
 MEASURES = {"attribute": _attribute, "ablate": _ablate, "norms": _norms, "card": lambda model, prompts, args: sl.card(model)}

@@ -15,6 +15,7 @@ from .prompts import all_bundled
 from .summary import Tables, summarise
 
 UNITS = ("block", "attn", "mlp")
+_BATCH = 256  # tokens: short prompts waste little on padding, and the progress bar moves
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,13 @@ def report(
 def measure(model, prompts, target=None, versus=None, progress: bool = False) -> Tables:
     """The four tables over `prompts`: logits and removal at the last token of each, loss (blocks only) and norms at every token."""
     asked = {"target": "top" if target is None and not _names_targets(prompts) else target, "versus": versus}
-    attribution = api.attribute(model, prompts, **asked, progress=progress)
-    parts = [api.ablate(model, prompts, unit=unit, **asked, positions="last", progress=progress) for unit in UNITS]
-    parts.append(api.ablate(model, _without_targets(prompts), unit="block", metrics=["loss"], progress=progress))
-    norms = api.norms(model, prompts, progress=progress)
+    shown = {"progress": progress, "max_tokens": _BATCH}
+    attribution = api.attribute(model, prompts, **asked, **shown)
+    parts = [api.ablate(model, prompts, unit=unit, **asked, **shown) for unit in UNITS]
+    everywhere = _without(prompts, "target", "versus", "position")  # loss and norms are about every token
+    norms = api.norms(model, everywhere, **shown)
+    if (norms.position > 0).any():  # else no token has a next one to predict
+        parts.append(api.ablate(model, everywhere, unit="block", metrics=["loss"], **shown))
     return Tables(api.card(model), attribution, schema.concat(parts, "ablation"), norms)
 
 
@@ -79,9 +83,8 @@ def _names_targets(prompts) -> bool:
     return isinstance(prompts, pd.DataFrame) and "target" in prompts.columns
 
 
-def _without_targets(prompts):
-    """Loss is about each position's own next token; it knows no target."""
-    return prompts.drop(columns=["target", "versus"], errors="ignore") if isinstance(prompts, pd.DataFrame) else prompts
+def _without(prompts, *columns: str):
+    return prompts.drop(columns=list(columns), errors="ignore") if isinstance(prompts, pd.DataFrame) else prompts
 
 
 def _dated() -> Path:

@@ -34,7 +34,7 @@ def model_line(card: pd.DataFrame) -> str:
     """The model in one line."""
     fact = card.iloc[0]
     return (
-        f"{fact['model']}: {fact['layers']} layers x {fact['heads']} heads, d_model {fact['d_model']}, "
+        f"{fact['model']}: {fact['n_layers']} layers x {fact['n_heads']} heads, d_model {fact['d_model']}, "
         f"{fact['parameters'] / 1e6:.1f} M parameters, {fact['dtype']}"
     )
 
@@ -83,6 +83,6 @@ def worst_layers(ablation: pd.DataFrame, top: int = 3) -> dict[str, str]:
 
 def growth_line(norms: pd.DataFrame, seed: int = 0) -> str:
     """The growth of the stream's norm with its interval."""
-    fit = stats.growth_rate(norms, seed=seed).iloc[0]
+    fit = stats.growth_rate(norms, skip_first=bool((norms.position > 0).any()), seed=seed).iloc[0]
     interval = f" (95% interval {fit.low:.4f} to {fit.high:.4f})" if pd.notna(fit.low) else ""
     return f"the stream's norm grows x{fit.rate:.4f} a layer{interval}, layers {fit['first']} to {fit['last']}, r2 {fit.r2:.2f}"
