@@ -21,7 +21,7 @@ from streamlens.models.card import config_facts
 from streamlens.models.loaded import Model, load
 from streamlens.models.placement import placement_facts
 from streamlens.models.verify import probe_ids
-from streamlens.prompts import MEAN, Prompts, batches, parse, readouts
+from streamlens.prompts import MEAN, Prompts, TokenBatch, batches, parse, readouts
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index
 from streamlens.stream.record import record_batch, resolve
@@ -68,6 +68,8 @@ def attribute(
         if len(chosen):
             shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen))
             check_sums(model, parsed, shares[-1], check)
+            if check == "full":
+                check_printed(model, parsed, batch, shares[-1])
     df = frames.attribution(shares, dla.components(model.anatomy), frames.Labels(model.tokenizer, parsed))
     return frames.stamp(df, model, arguments, additivity_error=max(float(s.error.max()) for s in shares))
 
@@ -267,3 +269,17 @@ def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool |
         warnings.warn(message, stacklevel=3)
     else:
         raise AdditivityError(message)
+
+
+def check_printed(model: Model, prompts: Prompts, batch: TokenBatch, shares: dla.Shares) -> None:
+    """Every logit of a batch against what the model itself prints, to a few roundings of its dtype."""
+    limit = max(dla.LIMITS[model.dtype], 4 * torch.finfo(model.dtype).eps)
+    error = dla.printed_error(model.module, model.anatomy, batch, shares)
+    worst = int(np.nan_to_num(error, nan=np.inf).argmax())
+    if error[worst] <= limit:
+        return
+    prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
+    raise AdditivityError(
+        f"{model.name}: the logit misses what the model prints by {error[worst]:.2g} of the largest (limit {limit:.0e}) "
+        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
+    )

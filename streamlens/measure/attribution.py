@@ -18,7 +18,8 @@ from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.readout import Key, Readout
-from streamlens.stream.unembed import Unembed
+from streamlens.stream.run import Run
+from streamlens.stream.unembed import MEAN_VERSUS, NO_VERSUS, Unembed
 
 LIMITS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Largest |sum - logit| / sum|parts|; a float64 Hugging Face model still computes its RMSNorms in float32."""
@@ -63,6 +64,20 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
             rows = np.flatnonzero(rounds == number)
             _pull(readout, hidden, unembed, table, rows, flat[rows], readouts.take(rows), last=number + 1 == n_rounds)
     return _checked(readouts, table)
+
+
+@torch.no_grad()
+def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares: Shares) -> Float64[np.ndarray, " row"]:
+    """|logit - what the model prints| of every row, over the largest printed logit of the batch."""
+    r = shares.readouts
+    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+        logits = run.logits(batch.ids, batch.mask)
+    rows = logits.reshape(-1, logits.shape[-1])[torch.from_numpy(flat_index(batch, r.prompt, r.position)).to(logits.device)].double().cpu()
+    target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)
+    minus = torch.where(versus == MEAN_VERSUS, rows.mean(-1), rows.gather(-1, versus.clamp_min(0)[:, None])[:, 0])
+    minus = torch.where(versus == NO_VERSUS, 0.0, minus)
+    printed = rows.gather(-1, target[:, None])[:, 0] - minus
+    return ((printed - torch.from_numpy(shares.logit)).abs() / rows.abs().max()).numpy()
 
 
 class _Table:
