@@ -43,8 +43,8 @@ class Removal:
     prompt: np.ndarray  # [row] rows of the metrics without a target
     position: np.ndarray
     at_position: dict[str, tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, "variant row"]]]  # metric: clean, changed
-    readouts: Readouts  # rows of the metrics with a target
-    at_target: dict[str, tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, "variant row"]]]
+    readouts: Readouts  # [target] rows of the metrics with a target
+    at_target: dict[str, tuple[Float64[np.ndarray, " target"], Float64[np.ndarray, "variant target"]]]
 
 
 def variants(anatomy: Anatomy, unit: str, layers: Sequence[int]) -> tuple[Variant, ...]:
