@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from . import figures
-from .summary import Tables, by_set, model_line, sets_table
+from .summary import Tables, by_set, grown_layers, model_line, sets_table
 
 _SHOWN_AS_WATERFALL = ("indirect_objects", "facts", "prompts")
 _STYLE = """
@@ -38,7 +38,8 @@ def draw(tables: Tables) -> Iterator[tuple[str, Axes, str]]:
             text = str(one.prompt_text.iloc[0])
             yield f"waterfall_{name}", figures.waterfall(one), f"How the logit after “{text}” comes about; the last bar is the logit."
     yield from _draw_removal(tables.ablation)
-    yield "growth", figures.growth(tables.norms), "Norm of the residual stream where it enters each layer, and after the last."
+    growth = figures.growth(tables.norms, fit=grown_layers(tables.norms))
+    yield "growth", growth, "Norm of the residual stream where it enters each layer, and after the last."
 
 
 def _draw_removal(ablation: pd.DataFrame) -> Iterator[tuple[str, Axes, str]]:

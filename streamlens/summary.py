@@ -83,6 +83,12 @@ def worst_layers(ablation: pd.DataFrame, top: int = 3) -> dict[str, str]:
 
 def growth_line(norms: pd.DataFrame, seed: int = 0) -> str:
     """The growth of the stream's norm with its interval."""
-    fit = stats.growth_rate(norms, skip_first=bool((norms.position > 0).any()), seed=seed).iloc[0]
+    fit = stats.growth_rate(norms, grown_layers(norms), skip_first=bool((norms.position > 0).any()), seed=seed).iloc[0]
     interval = f" (95% interval {fit.low:.4f} to {fit.high:.4f})" if pd.notna(fit.low) else ""
     return f"the stream's norm grows x{fit.rate:.4f} a layer{interval}, layers {fit['first']} to {fit['last']}, r2 {fit.r2:.2f}"
+
+
+def grown_layers(norms: pd.DataFrame) -> tuple[int, int]:
+    """The layers that a report fits: all but the first block's jump from the embedding and the last block's, where there are enough."""
+    n_layers = int(norms.layer.max())  # that of the site `final`
+    return (1, n_layers - 1) if n_layers > 3 else (0, n_layers)

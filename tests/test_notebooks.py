@@ -22,6 +22,7 @@ def executed(tmp_path_factory):
     notebook = nbformat.read(ROOT / "notebooks" / "start_here.ipynb", as_version=4)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, where Jupyter's widgets are not installed
     where = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
     return NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute(env=environment)
 
