@@ -1,0 +1,71 @@
+"""Metrics by hand, on a vocabulary of three tokens."""
+
+from math import exp, log
+
+import pytest
+import torch
+
+from streamlens.measure.metrics import METRICS, Clean, clean_position_metrics, kl, loss, position_metrics, target_metrics, target_rank
+
+CLEAN = torch.tensor([[log(2.0), log(1.0), log(1.0)], [0.0, 1.0, 2.0]], dtype=torch.float64)  # row 0: probabilities 1/2, 1/4, 1/4
+CHANGED = torch.tensor([[log(1.0), log(1.0), log(2.0)], [3.0, 1.0, 2.0]], dtype=torch.float64)  # row 0: 1/4, 1/4, 1/2
+
+
+def test_loss_is_minus_log_p_of_the_next_token():
+    following = torch.tensor([2, -1])
+    value = loss(CLEAN, CLEAN.logsumexp(-1), following)
+    assert value[0].item() == pytest.approx(log(4))
+    assert value[1].isnan()
+
+
+def test_kl_is_from_clean_to_changed():
+    value = kl(Clean(CLEAN), CHANGED, CHANGED.logsumexp(-1))
+    assert value[0].item() == pytest.approx(0.5 * log(2) + 0.25 * log(1) + 0.25 * log(0.5))
+    p, q = [exp(x) / (1 + exp(1) + exp(2)) for x in (0, 1, 2)], [exp(x) / (exp(3) + exp(1) + exp(2)) for x in (3, 1, 2)]
+    assert value[1].item() == pytest.approx(sum(a * log(a / b) for a, b in zip(p, q, strict=True)))
+
+
+def test_kl_does_not_see_a_shift_of_all_logits():
+    shifted = CLEAN + 7.0
+    assert kl(Clean(CLEAN), shifted, shifted.logsumexp(-1)).abs().max() < 1e-12
+
+
+def test_kl_of_nearly_equal_distributions_keeps_its_digits():
+    """In float32, where the difference of two cross-entropies would leave noise alone."""
+    logits, step = torch.tensor([[20.0, 10.0, 0.0]]), torch.tensor([[0.0, 1e-3, -1e-3]])
+    wide = (logits.double().softmax(-1) * (logits.double().log_softmax(-1) - (logits + step).double().log_softmax(-1))).sum()
+    value = kl(Clean(logits), logits + step, (logits + step).logsumexp(-1))
+    assert abs(value.item() - wide.item()) < 1e-6
+
+
+def test_rank_counts_strictly_greater_logits():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0], [0.0, 0.0, 0.0]])
+    assert target_rank(logits, torch.tensor([0, 1, 2])).tolist() == [2, 0, 0]
+
+
+def test_all_position_metrics_of_a_changed_run():
+    found = position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), METRICS)
+    assert set(found) == {"loss", "kl", "top1_agree"}
+    assert found["loss"][0].item() == pytest.approx(log(4))
+    assert found["top1_agree"].tolist() == [0, 0]
+    clean = clean_position_metrics(Clean(CLEAN), torch.tensor([0, 1]), METRICS)
+    assert clean["loss"][0].item() == pytest.approx(log(2))
+    assert clean["kl"].tolist() == [0, 0]
+    assert clean["top1_agree"].tolist() == [1, 1]
+
+
+def test_only_what_is_wanted_is_made():
+    assert set(position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), ("kl", "target_rank"))) == {"kl"}
+    rows = torch.tensor([0])
+    assert set(target_metrics(CLEAN, rows, rows, rows + 1, ("kl", "target_rank"))) == {"target_rank"}
+
+
+def test_target_metrics_read_their_own_rows():
+    rows, target, versus = torch.tensor([1, 1, 0, 1]), torch.tensor([2, 0, 0, 0]), torch.tensor([0, -1, 2, -2])
+    found = target_metrics(CHANGED, rows, target, versus, METRICS)
+    assert found["target_logit"].tolist() == [2.0, 3.0, 0.0, 3.0]
+    assert found["target_rank"].tolist() == [1, 0, 1, 0]
+    assert found["logit_diff"][0].item() == -1.0
+    assert found["logit_diff"][1].isnan()
+    assert found["logit_diff"][2].item() == pytest.approx(-log(2))
+    assert found["logit_diff"][3].item() == pytest.approx(3.0 - 2.0)
