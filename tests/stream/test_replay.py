@@ -1,0 +1,101 @@
+"""Replays: as exact as plain hooks, in any order, also where later blocks need what earlier ones made."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from streamlens.stream.replay import Replay, hooked_removal, places
+from tests.models import tiny
+from tests.tolerances import REPLAY
+
+IDS = torch.tensor([[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12, 0, 0, 0], [2, 58, 33, 19, 20, 21, 0]])
+MASK = torch.arange(7) < torch.tensor([7, 4, 6])[:, None]
+
+
+def hooked(model, **what):
+    """The unembedding's input of every real token, all blocks computed."""
+    with torch.no_grad(), hooked_removal(model.module, model.anatomy, **what) as run:
+        return run.hidden(IDS, MASK)[MASK]
+
+
+def gap(hidden, truth):
+    return float((hidden - truth).abs().max() / truth.abs().max())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_removals_in_any_order(family):
+    """A replay that leaves anything behind is exact the first time and wrong the second."""
+    model = tiny.proven(family)
+    layers = range(model.n_layers)
+    truth = {layer: hooked(model, removed={layer}) for layer in layers}
+    with Replay(model.module, model.anatomy) as replay:
+        clean = replay.record(IDS, MASK)[MASK]
+        assert torch.equal(clean, hooked(model))
+        for layer in (*layers, *reversed(layers), *layers):
+            assert gap(replay.without_blocks({layer})[MASK], truth[layer]) <= REPLAY, layer
+            assert gap(clean, truth[layer]) > 100 * REPLAY
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_removals_of_writes_in_any_order(family):
+    model = tiny.proven(family)
+    changes = [(layer, add) for layer in range(model.n_layers) for add in model.anatomy.layers[layer].adds]
+    truth = [hooked(model, zeroed={(layer, path) for path in places(add)}) for layer, add in changes]
+    with Replay(model.module, model.anatomy) as replay:
+        replay.record(IDS, MASK)
+        for order in (1, -1):
+            for (layer, add), expected in list(zip(changes, truth, strict=True))[::order]:
+                assert gap(replay.without_write(layer, add)[MASK], expected) <= REPLAY, (layer, places(add))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_several_blocks_at_once(family):
+    model = tiny.proven(family)
+    with Replay(model.module, model.anatomy) as replay:
+        replay.record(IDS, MASK)
+        assert gap(replay.without_blocks({0, 2})[MASK], hooked(model, removed={0, 2})) <= REPLAY
+        assert gap(replay.without_blocks({1, 2})[MASK], hooked(model, removed={1, 2})) <= REPLAY
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt-post-norm", "mixtral"])
+def test_finished_blocks_are_not_computed_again(family):
+    model, ran = tiny.proven(family), []
+    assert model.anatomy.bypass
+    handles = [
+        module.register_forward_pre_hook(lambda part, args, i=i: ran.append(i))
+        for i, layer in enumerate(model.anatomy.layers)
+        for module in [model.module.get_submodule(layer.writes[-1].output)]
+    ]
+    try:
+        with Replay(model.module, model.anatomy) as replay:
+            replay.record(IDS, MASK)
+            assert ran == [0, 1, 2]
+            ran.clear()
+            replay.without_blocks({1})
+            assert ran == [2]
+            ran.clear()
+            replay.without_write(1, model.anatomy.layers[1].adds[-1])
+            assert ran == [1, 2]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_shared_keys_and_values_are_made_although_their_block_is_removed():
+    """Gemma-4's last two blocks read keys and values of the first two: bypassing those is not possible, and the proof saw it."""
+    model = tiny.proven("gemma4")
+    assert not model.anatomy.bypass
+    with Replay(model.module, replace(model.anatomy, bypass=True)) as replay:
+        replay.record(IDS, MASK)
+        with pytest.raises(KeyError):
+            replay.without_blocks({1})
+
+
+def test_the_batch_of_a_replay_may_change():
+    model = tiny.proven("llama")
+    with Replay(model.module, model.anatomy) as replay:
+        replay.record(IDS[:1], MASK[:1])
+        replay.record(IDS, MASK)
+        assert gap(replay.without_blocks({1})[MASK], hooked(model, removed={1})) <= REPLAY
+        assert len(replay.streams) == model.n_layers
