@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 
 from . import __version__
@@ -96,9 +97,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _terminated(number, frame):
+    raise SystemExit(128 + number)  # unwinds as Ctrl-C does, so that nothing half-written stays
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Gives the exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
+    """Run one command. Gives the exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C; 143 exits after SIGTERM."""
     args = parser().parse_args(argv)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         from .commands import run
 
@@ -112,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `streamlens attribute ... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -1,6 +1,7 @@
 """The command line, run as a user runs it; most cases in this process on the model that the session has loaded."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -186,6 +187,29 @@ def test_ctrl_c_leaves_nothing(monkeypatch, loaded, capsys, tmp_path):
     assert cli.main(["attribute", *EIFFEL, "--out", str(tmp_path / "deep" / "out")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_leave_nothing(tmp_path, number, status):
+    """Sent while the command works: what it has begun to write is seen, and gone afterwards."""
+    command = [sys.executable, "-m", "streamlens.cli", "report", "--quiet", "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        while process.poll() is None and not list(tmp_path.glob(".out.*.partial")):
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m streamlens.cli attribute --prompt Hi --positions all --csv --quiet | head -1; echo ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.splitlines()[1] == "0"
+    assert done.stderr == ""
 
 
 def test_bug_is_not_dressed_up_as_bad_input(monkeypatch, loaded, tmp_path):
