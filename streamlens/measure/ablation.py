@@ -18,7 +18,7 @@ from streamlens.measure import metrics as m
 from streamlens.measure.places import at, flat_index, with_top
 from streamlens.models.anatomy import Add, Anatomy
 from streamlens.prompts import Readouts, TokenBatch
-from streamlens.stream.replay import Replay
+from streamlens.stream.replay import Replay, hooked_removal
 from streamlens.stream.unembed import Unembed
 
 UNITS = ("block", "attn", "mlp")
@@ -76,6 +76,27 @@ def remove_batch(
         for start, hidden in _replayed(replay, changes, rows):
             _measure(unembed, rows, clean_rows, hidden, start, table, wanted)
     return Removal(places[0], places[1], table.at_position, readouts, table.at_target)
+
+
+def remove_by_hooks(
+    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, places: tuple[np.ndarray, np.ndarray], wanted: tuple[str, ...]
+) -> Removal:
+    """The slow, obvious way to :func:`remove_batch`'s blocks: a full forward pass a block, whose output a hook replaces by its input.
+
+    The reference of tests and benchmark; the metrics are by the same code.
+    """
+    unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+    empty = np.zeros(0, dtype=np.int64)
+    rows = _Rows(batch, places, Readouts(empty, empty, empty, empty))
+    table = _Table(anatomy.n_layers, rows, wanted)
+    with torch.no_grad(), hooked_removal(module, anatomy) as run:
+        clean = rows.of(run.hidden(batch.ids, batch.mask))
+    hidden = []
+    for layer in range(anatomy.n_layers):
+        with torch.no_grad(), hooked_removal(module, anatomy, removed={layer}) as run:
+            hidden.append(rows.of(run.hidden(batch.ids, batch.mask)))
+    _measure(unembed, rows, clean, hidden, 0, table, wanted)
+    return Removal(*places, table.at_position, rows.readouts, table.at_target)
 
 
 class _Rows:

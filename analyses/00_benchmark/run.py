@@ -1,0 +1,176 @@
+"""Ratios of streamlens' calls to a plain forward pass and to TransformerLens, both sides alternating in one process.
+
+python run.py [attribution] [memory] [removal] [startup] [--rounds N] [--threads N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import streamlens as sl
+from streamlens.measure.ablation import remove_by_hooks
+from streamlens.prompts import TokenBatch
+
+MODEL = "smollm2-135m"
+
+
+def tokens(model, batch: int, pos: int) -> torch.Tensor:
+    """Random ordinary tokens: timing does not depend on which."""
+    return torch.randint(1000, model.anatomy.n_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
+
+
+def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side in each round, after one warm-up of each."""
+    for side in sides.values():
+        side()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
+    return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
+
+
+@torch.no_grad()
+def plain(model, ids: torch.Tensor, logits: bool = True) -> torch.Tensor:
+    """A plain forward pass of transformers (sdpa, no cache)."""
+    module = model.module if logits else model.module.get_decoder()
+    return module(input_ids=ids, use_cache=False)[0]
+
+
+def attribution(rounds: int) -> None:
+    model = sl.load(MODEL)
+    ids = tokens(model, 4, 256)
+    sides = {
+        "plain": lambda: plain(model, ids),
+        "without logits": lambda: plain(model, ids, logits=False),
+        "attribute": lambda: sl.attribute(model, ids, target="next", positions="all"),
+    }
+    seconds = alternate(sides, rounds)
+    rows = len(sides["attribute"]())
+    report("attribution of 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "attribute", "plain"), 1.00)
+    print(f"    {rows} rows; plain {statistics.median(seconds['plain']):.2f} s; without logits {ratio(seconds, 'without logits', 'plain'):.2f} x")
+    del sides
+    transformer_lens(model, ids, rounds)
+
+
+def transformer_lens(model, ids: torch.Tensor, rounds: int) -> None:
+    """TransformerLens' own attribution of all heads at all positions, on a deep copy in compatibility mode."""
+    from transformer_lens.tools.analysis.direct_logit_attribution import direct_logit_attribution
+
+    bridge = model.bridge(copy=True)
+    bridge.enable_compatibility_mode()
+    following = ids.roll(-1, 1)
+
+    def theirs() -> None:
+        _, cache = bridge.run_with_cache(ids)
+        direct_logit_attribution(bridge, cache, following, unit="head", pos=None)
+
+    sides = {"attribute": lambda: sl.attribute(model, ids, target="next", positions="all"), "theirs": theirs}
+    seconds = alternate(sides, max(3, rounds // 2))
+    report("TransformerLens' attribution of the same / ours", ratio(seconds, "theirs", "attribute"), 3.5, at_least=True)
+
+
+def removal(rounds: int) -> None:
+    model = sl.load(MODEL)
+    ids = tokens(model, 4, 128)
+    metrics = ["loss", "kl", "top1_agree"]
+    batch = TokenBatch(np.arange(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool))
+    places = np.repeat(np.arange(4), 128), np.tile(np.arange(128), 4)
+    sides = {
+        "hooked": lambda: remove_by_hooks(model.module, model.anatomy, batch, places, tuple(metrics)),
+        "ablate": lambda: sl.ablate(model, ids, unit="block", metrics=metrics, positions="all"),
+    }
+    seconds = alternate(sides, max(3, rounds // 2))
+    report("removal of every block, 4 x 128 tokens, all positions / hooked forward passes", ratio(seconds, "ablate", "hooked"), 0.70)
+    print(f"    hooked {statistics.median(seconds['hooked']):.1f} s, ablate {statistics.median(seconds['ablate']):.1f} s")
+
+
+def memory(_: int) -> None:
+    peaks = {side: int(subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True).split()[-1]) for side in ("plain", "attribute")}
+    report("peak memory of attribution of 4 x 256 tokens / plain forward pass", peaks["attribute"] / peaks["plain"], 1.2)
+    print("    " + ", ".join(f"{side} {peak / 1024:.0f} MiB" for side, peak in peaks.items()))
+
+
+def memory_of(side: str) -> None:
+    """Print the peak resident set of one call less what the loaded, warmed-up process holds, in KiB."""
+    model = sl.load(MODEL)
+    calls = {"plain": lambda ids: plain(model, ids), "attribute": lambda ids: sl.attribute(model, ids, target="next", positions="all")}
+    calls[side](tokens(model, 1, 16))
+    ids = tokens(model, 4, 256)
+    before = resident()
+    reset_peak()
+    result = calls[side](ids)
+    print(resource_peak() - before, file=sys.stdout)
+    del result
+
+
+def resident() -> int:
+    return _status("VmRSS")
+
+
+def reset_peak() -> None:
+    """Linux: the high-water mark starts anew from what is resident now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def resource_peak() -> int:
+    return _status("VmHWM") if sys.platform == "linux" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(field))
+
+
+def startup(rounds: int) -> None:
+    seconds = []
+    for _ in range(max(5, rounds)):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import streamlens"], check=True)
+        bare = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        seconds.append((bare - start) - (time.perf_counter() - bare))
+    report("import streamlens, seconds beyond a bare interpreter", statistics.median(seconds), 0.2)
+
+
+def report(what: str, measured: float, asked: float, at_least: bool = False) -> None:
+    met = measured >= asked if at_least else measured <= asked
+    print(f"{measured:6.2f}  ({'at least' if at_least else 'at most'} {asked:.2f}: {'met' if met else 'MISSED'})  {what}", flush=True)
+
+
+PARTS = {"startup": startup, "attribution": attribution, "memory": memory, "removal": removal}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--memory-of", choices=("plain", "attribute"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        memory_of(args.memory_of)
+        return
+    for name in args.parts or PARTS:
+        PARTS[name](args.rounds)
+
+
+if __name__ == "__main__":
+    main()
