@@ -64,8 +64,8 @@ def fit(module: nn.Module, d_model: int, dtype: torch.dtype, device: torch.devic
     try:
         outputs = [module(probe) for probe in probes]
         bias = module(torch.zeros_like(probes[1])[:1])[0]
-        tiny = (base * 1e-10).to(device, torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
-        y_tiny = module(tiny.to(dtype))
+        tiny = (base * (SIZES[0] if dtype == torch.float16 else 1e-10)).to(device, dtype)  # 1e-10 would be 0 in float16
+        y_tiny = module(tiny)
     except (RuntimeError, TypeError):
         return None
     if any(not isinstance(y, Tensor) or y.shape != probes[0].shape for y in outputs):
@@ -93,10 +93,11 @@ def _gains(module: nn.Module, d_model: int, wide: torch.dtype) -> list[Tensor | 
 
 
 def _epsilons(module: nn.Module, centred: bool, gain: Tensor | None, bias: Tensor | None, x: Tensor, y: Tensor) -> list[float]:
-    """Epsilons that the module names, and the one measured on vectors so small that only epsilon divides them."""
+    """Epsilons that the module names, and the one measured on vectors so small that little but epsilon divides them."""
     named = [float(v) for k, v in vars(module).items() if "eps" in k and isinstance(v, float)]
-    linear = (x - x.mean(-1, keepdim=True) if centred else x) * (1 if gain is None else gain)
+    bare = x - x.mean(-1, keepdim=True) if centred else x
+    linear = bare if gain is None else bare * gain
     change = y if bias is None else y - bias
-    ratio = (linear * change).sum() / linear.square().sum()
-    measured = [float(1 / ratio.square())] if bool(torch.isfinite(ratio)) and float(ratio) > 0 else []
-    return [*named, *measured, 0.0]
+    ratio = (linear * change).sum(-1) / linear.square().sum(-1)
+    measured = float((1 / ratio.square() - bare.square().mean(-1)).median())
+    return [*named, *([measured] if 0 < measured < float("inf") and bool((ratio > 0).all()) else []), 0.0]
