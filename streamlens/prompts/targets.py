@@ -143,7 +143,7 @@ def _warn(forgotten: dict) -> None:
     warnings.warn(
         f"{name} {text!r}{others} continues prompt {i} without a space; {' ' + text!r} is one token too and mostly the likelier one",
         UserWarning,
-        stacklevel=3,
+        stacklevel=4,  # the line that called streamlens
     )
 
 
