@@ -44,23 +44,29 @@ def ablation_text(df: pd.DataFrame) -> str:
     clean = means.groupby(level="metric", observed=True)["clean"].first()
     table = _without_constant(means["delta"].unstack("metric"), "sublayer")
     untouched = ", ".join(f"{metric} {value:.4f}" for metric, value in clean.items())
-    return f"untouched model: {untouched}\nwithout the layer (ablated - clean), mean over {df.prompt.nunique()} prompt(s)\n{_table(table)}"
+    return f"untouched model: {untouched}\nwithout the layer (ablated - clean), mean over {_prompts(df)}\n{_table(table)}"
 
 
 def norms_text(df: pd.DataFrame) -> str:
     """Mean of each measure over prompts and positions at each site, one line a layer; position 0 left out where there are others."""
     rows = df[df.position > 0] if (df.position > 0).any() else df
+    rows = rows.assign(sublayer=rows.sublayer.clip(lower=0))  # the block's own sites stand in its first sublayer's line
     table = rows.groupby(["measure", "layer", "sublayer", "site"], observed=True)["value"].mean().unstack("site")
     order = [s for s in ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final") if s in table.columns]
     table = table[[*order, *(s for s in table.columns if s not in order)]]
     left_out = ", position 0 left out" if len(rows) < len(df) else ""
-    return f"mean over {df.prompt.nunique()} prompt(s){left_out}\n{_table(_without_constant(table, 'sublayer'))}"
+    return f"mean over {_prompts(df)}{left_out}\n{_table(_without_constant(table, 'sublayer'))}"
 
 
 def card_text(df: pd.DataFrame) -> str:
     """One fact a line."""
     width = max(map(len, df.columns))
     return "\n".join(f"{name:<{width}}  {df[name].iloc[0]}" for name in df.columns)
+
+
+def _prompts(df: pd.DataFrame) -> str:
+    n = df.prompt.nunique()
+    return f"{n} prompt{'s' if n != 1 else ''}"
 
 
 def _without_constant(table: pd.DataFrame, level: str) -> pd.DataFrame:

@@ -1,0 +1,72 @@
+"""What the terminal shows, on hand-made tables."""
+
+import pandas as pd
+
+from streamlens import text
+
+
+def attribution(contributions, versus=-1):
+    n = len(contributions)
+    components = [("embed", -1, -1, -1), ("head", 0, 0, 0), ("head", 0, 0, 1), ("mlp", 0, 0, -1), ("mlp", 0, 1, -1)][:n]
+    place = pd.DataFrame(components, columns=["component", "layer", "sublayer", "head"])
+    told = {"prompt": 0, "prompt_text": "x" * 80, "position": 4, "token": " of", "target": 7, "target_token": " Paris", "versus": versus}
+    return place.assign(**told, versus_token="" if versus == -1 else " Rome", contribution=contributions, logit=sum(contributions))
+
+
+def test_attribution_lists_the_largest_and_sums_the_rest():
+    lines = text.attribution_text(attribution([0.5, -3.0, 1.0, 2.0, 0.25]), top=3).splitlines()
+    assert lines[0] == f"prompt 0: '...{'x' * 57}', position 4 (' of')"
+    assert lines[1] == "logit of ' Paris'"
+    assert [line.split() for line in lines[2:]] == [
+        ["L0", "head", "0", "-3.0000"],
+        ["L0", "mlp", "2.0000"],
+        ["L0", "head", "1", "1.0000"],
+        ["2", "others", "0.7500"],
+        ["sum", "0.7500"],
+        ["logit", "0.7500"],
+    ]
+
+
+def test_attribution_names_versus_second_sublayer_and_embedding():
+    shown = text.attribution_text(attribution([0.5, 0.1, 0.2, 0.3, 0.4], versus=9))
+    assert "logit of ' Paris' - ' Rome'" in shown
+    assert "L0 mlp.1" in shown
+    assert "  embed " in shown
+    assert "others" not in shown
+
+
+def test_each_logit_has_its_own_block():
+    frames = [attribution([1.0, 2.0]), attribution([3.0, 4.0]).assign(target=8, target_token=" Lyon")]
+    assert text.attribution_text(pd.concat(frames)).count("logit of") == 2
+
+
+def test_ablation_averages_positions_within_a_prompt_first():
+    rows = [(0, 0, 0.0), (0, 1, 3.0), (1, 0, 1.0)]
+    df = pd.DataFrame(rows, columns=["prompt", "position", "delta"])
+    df = df.assign(unit="block", layer=2, sublayer=-1, metric="loss", clean=[4.0, 6.0, 1.0])
+    lines = text.ablation_text(df).splitlines()
+    assert lines[0] == "untouched model: loss 3.0000"
+    assert lines[1].endswith("mean over 2 prompts")
+    assert lines[-1].split() == ["block", "2", "1.2500"]
+
+
+def norms(rows):
+    return pd.DataFrame(rows, columns=["position", "layer", "sublayer", "site", "value"]).assign(prompt=0, measure="l2")
+
+
+def test_norms_have_one_line_a_layer_and_leave_out_the_first_position():
+    later = [(1, 0, -1, "resid_pre", 2.0), (1, 0, 0, "mlp_out", 5.0), (1, 1, -1, "final", 7.0)]
+    shown = text.norms_text(norms([(0, 0, -1, "resid_pre", 900.0), *later]))
+    lines = [line.split() for line in shown.splitlines()]
+    assert shown.startswith("mean over 1 prompt, position 0 left out")
+    assert lines[1:] == [["measure", "layer", "resid_pre", "mlp_out", "final"], ["l2", "0", "2.0000", "5.0000"], ["l2", "1", "7.0000"]]
+
+
+def test_norms_of_single_tokens_keep_the_first_position():
+    shown = text.norms_text(norms([(0, 0, -1, "resid_pre", 900.0)]))
+    assert "left out" not in shown
+    assert "900.0000" in shown
+
+
+def test_card_is_one_fact_a_line():
+    assert text.card_text(pd.DataFrame({"model": ["m"], "n_layers": [3]})).splitlines() == ["model     m", "n_layers  3"]
