@@ -31,8 +31,8 @@ LENGTHS = (7, 4)
 N_SAMPLED = 3
 """Components of each kind that are zeroed."""
 
-ROOM = 20.0
-"""How many times the limit of the sum an intervention may miss by: it rounds at every module where a sum rounds once."""
+ROOM, ROUNDINGS = 1e-4, 8
+"""What an intervention, a replay, a block or a printed logit may be off by: the first, or so many roundings of a narrower dtype."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class _Checker:
         self.module, self.anatomy, self.name = module, anatomy, type(module).__name__
         self.dtype = module.get_output_embeddings().weight.dtype
         self.limit = LIMITS[self.dtype]
+        self.room = max(ROOM, ROUNDINGS * torch.finfo(self.dtype).eps)
         self.unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
         ids = probe_ids(module)
         mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
@@ -105,7 +106,7 @@ class _Checker:
         versus = torch.from_numpy(r.versus)
         printed = logits[r.prompt, r.position, r.target] - logits[r.prompt, r.position, versus]
         error = float((printed.cpu() - torch.from_numpy(self.shares.logit)).abs().max() / logits.abs().max())
-        self._demand(error <= ROOM * self.limit, f"logits from the unembedding's rows miss the printed ones by {error:.2g} of the largest")
+        self._demand(error <= self.room, f"logits from the unembedding's rows miss the printed ones by {error:.2g} of the largest")
         return {"additivity": additivity, "printed": error}
 
     def _silent(self) -> str | None:
@@ -134,8 +135,7 @@ class _Checker:
             watch_sites(run, self.anatomy, ("resid_pre", "expected_post", "resid_post"), see)
             run.hidden(run_ids)
         layer, worst = max(errors.items(), key=lambda item: item[1])
-        limit = max(ROOM * self.limit, torch.finfo(self.dtype).eps * 4)
-        self._demand(worst <= limit, f"layer {layer}: stream in plus its writes misses stream out by {worst:.2g} of its largest value")
+        self._demand(worst <= self.room, f"layer {layer}: stream in plus its writes misses stream out by {worst:.2g} of its largest value")
         return worst
 
     @torch.no_grad()
@@ -158,9 +158,9 @@ class _Checker:
                 part[..., h * write.d_head : (h + 1) * write.d_head] = z[..., h * write.d_head : (h + 1) * write.d_head]
                 total += projection(part).double() - zero
             error = float((total - out.double()).abs().max() / out.double().abs().max())
-            self._demand(error <= max(ROOM * self.limit, 8 * torch.finfo(self.dtype).eps), f"{path}: heads plus bias miss the attention write by {error:.2g}")
+            self._demand(error <= self.room, f"{path}: heads plus bias miss the attention write by {error:.2g}")
             declared = 0 if bias is None else bias.double()
-            self._demand(bool((zero - declared).abs().max() <= ROOM * self.limit), f"{path}: its constant is not its bias")
+            self._demand(bool((zero - declared).abs().max() <= self.room), f"{path}: its constant is not its bias")
             worst = max(worst, error)
         return worst
 
@@ -176,7 +176,7 @@ class _Checker:
                 moved = (change * self.unembed.direction(target, versus).to(change)).sum(-1).double().cpu().numpy()
                 error = float((np.abs(moved - self.shares.contribution[:, column]) / size).max())
                 self._demand(
-                    error <= ROOM * self.limit,
+                    error <= self.room,
                     f"zeroing {_label(component)} with frozen norms does not move the logit by its row: off by {error:.2g} of sum|parts|",
                 )
                 worst = max(worst, error)
@@ -201,7 +201,7 @@ class _Checker:
                 error = self._replay_error(replace(self.anatomy, bypass=bypass), layers, truth)
             except (KeyError, IndexError, AttributeError, TypeError, RuntimeError):
                 continue  # a later block missed what a bypassed one makes; the other way is tried
-            if error <= ROOM * self.limit:
+            if error <= self.room:
                 return bypass, error
         self._demand(False, f"removing a block by replay misses the hooked forward pass by {error:.2g} of the largest value")
         raise AssertionError

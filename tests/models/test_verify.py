@@ -105,6 +105,15 @@ def test_a_wrong_multiplier_is_refused(kind, layer):
         prove(model.module, wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_proof_has_teeth_in_other_dtypes_too(dtype):
+    """Rounding excuses a few units in the last place of the stream, and no more."""
+    model = tiny.proven("llama", dtype)
+    wrong = changed_adds(model.anatomy, 1, lambda add: replace(add, factors=(1.2,)) if add.writes[0].kind == "attn" else add)
+    with pytest.raises(UnsupportedModelError, match=r"layer 1: stream in plus its writes misses stream out by 0\.1"):
+        prove(model.module, wrong)
+
+
 @pytest.mark.parametrize("norm", ["post_attention_layernorm", "post_feedforward_layernorm"])
 def test_a_forgotten_branch_norm_is_refused(norm):
     model, path = tiny.proven("gemma2"), f"model.layers.1.{norm}"
