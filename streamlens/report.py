@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from . import api, page, schema
@@ -15,6 +16,7 @@ from .prompts import all_bundled
 from .summary import Tables, summarise
 
 UNITS = ("block", "attn", "mlp")
+_SWEPT = 6  # prompts of each bundled set that layers are removed for
 _BATCH = 256  # tokens: short prompts waste little on padding, and the progress bar moves
 
 
@@ -47,15 +49,17 @@ def report(
     `model` is a loaded model, or a name or folder that :func:`streamlens.load` opens with `device` and `dtype`; `prompts` anything that
     the calls take, by default the bundled sets, of which those are left out whose target or versus isn't one token for this tokenizer.
     `out` is by default a new folder streamlens-report-<date>-<time> in the current one. Attribution and removal are read at each prompt's
-    last token; loss and norms at all. Raises InputError for bad input, before anything is written.
+    last token; loss and norms at all. Removal, the costly part, is done for six prompts of each bundled set, and for all of your own.
+    Raises InputError for bad input, before anything is written.
     """
     folder = Path(out) if out is not None else _dated()
     with output_folder(folder, overwrite) as work:
         model = api.load(model, device=device, dtype=dtype) if isinstance(model, (str, os.PathLike)) else model
-        left_out = 0
+        left_out, swept = 0, None
         if prompts is None:
             prompts, left_out = all_bundled(model.tokenizer, seed=seed)
-        tables = measure(model, prompts, target, versus, progress)
+            swept = _spread(prompts)
+        tables = measure(model, prompts, target, versus, progress, swept)
         summary = summarise(tables, left_out, seed)
         for name in ("card", "attribution", "ablation", "norms"):
             table = getattr(tables, name)
@@ -66,25 +70,38 @@ def report(
     return Report(folder, tables, summary, left_out)
 
 
-def measure(model, prompts, target=None, versus=None, progress: bool = False) -> Tables:
-    """The four tables over `prompts`: logits and removal at the last token of each, loss (blocks only) and norms at every token."""
+def measure(model, prompts, target=None, versus=None, progress: bool = False, swept: np.ndarray | None = None) -> Tables:
+    """The four tables over `prompts`: logits and removal at the last token of each, loss (blocks only) and norms at every token.
+
+    Removal runs the model some hundred times; `swept`, rows of a DataFrame of prompts, are the only ones it is done for.
+    """
     asked = {"target": "top" if target is None and not _names_targets(prompts) else target, "versus": versus}
     shown = {"progress": progress, "max_tokens": _BATCH}
     attribution = api.attribute(model, prompts, **asked, **shown)
-    parts = [api.ablate(model, prompts, unit=unit, **asked, **shown) for unit in UNITS]
-    everywhere = _without(prompts, "target", "versus", "position")  # loss and norms are about every token
-    norms = api.norms(model, everywhere, **shown)
+    norms = api.norms(model, _alone(prompts), **shown)
+    chosen = prompts if swept is None else prompts.iloc[swept]
+    parts = [api.ablate(model, chosen, unit=unit, **asked, **shown) for unit in UNITS]
     if (norms.position > 0).any():  # else no token has a next one to predict
-        parts.append(api.ablate(model, everywhere, unit="block", metrics=["loss"], **shown))
-    return Tables(api.card(model), attribution, schema.concat(parts, "ablation"), norms)
+        parts.append(api.ablate(model, _alone(chosen), unit="block", metrics=["loss"], **shown))
+    ablation = schema.concat(parts, "ablation")
+    if swept is not None:
+        ablation["prompt"] = swept[ablation["prompt"]]  # the row among all prompts, as in the other tables
+    return Tables(api.card(model), attribution, ablation, norms)
+
+
+def _spread(prompts: pd.DataFrame) -> np.ndarray:
+    """Rows of some prompts of each bundled set, spread over its wordings."""
+    sets = prompts.groupby("set", sort=False).indices.values()
+    return np.concatenate([rows[np.linspace(0, len(rows) - 1, min(_SWEPT, len(rows))).astype(int)] for rows in sets]).astype(np.int32)
+
+
+def _alone(prompts):
+    """The prompts without what is asked of each: loss and norms are about every token."""
+    return prompts.drop(columns=["target", "versus", "position"], errors="ignore") if isinstance(prompts, pd.DataFrame) else prompts
 
 
 def _names_targets(prompts) -> bool:
     return isinstance(prompts, pd.DataFrame) and "target" in prompts.columns
-
-
-def _without(prompts, *columns: str):
-    return prompts.drop(columns=list(columns), errors="ignore") if isinstance(prompts, pd.DataFrame) else prompts
 
 
 def _dated() -> Path:

@@ -51,20 +51,33 @@ def test_columns_of_the_sets_are_carried(bundled):
     assert counts.min() >= 10
 
 
-def test_removal_covers_every_unit_layer_and_prompt(bundled):
-    blocks = bundled.tables.ablation
-    n_prompts = bundled.tables.attribution.prompt.nunique()
-    assert set(blocks.unit.unique()) == {"block", "attn", "mlp"}
-    at_last = blocks[blocks.metric == "logit_diff"].groupby(["unit", "layer"]).prompt.nunique()
-    assert len(at_last) == 9
-    assert (at_last == n_prompts).all()
-    assert blocks[blocks.metric == "loss"].groupby("prompt").position.nunique().min() >= 4
+def test_removal_covers_every_unit_and_layer_for_six_prompts_of_each_set(bundled):
+    removed = bundled.tables.ablation
+    assert set(removed.unit.unique()) == {"block", "attn", "mlp"}
+    at_last = removed[removed.metric == "logit_diff"].groupby(["unit", "layer", "set"]).prompt.nunique()
+    assert len(at_last) == 3 * 3 * len(SETS)
+    assert (at_last == 6).all()
+    assert removed[removed.metric == "loss"].groupby("prompt").position.nunique().min() >= 4
+
+
+def test_a_prompt_has_one_number_in_all_tables(bundled):
+    tables = (bundled.tables.attribution, bundled.tables.ablation, bundled.tables.norms)
+    attribution, ablation, norms = (table.drop_duplicates("prompt").set_index("prompt").prompt_text.astype(str) for table in tables)
+    assert ablation.equals(attribution.loc[ablation.index])
+    assert norms.equals(attribution)
+
+
+def test_own_sets_are_removed_for_every_prompt(tiny, tmp_path):
+    prompts = pd.DataFrame({"prompt": [f"Number {n}" for n in range(8)], "set": "mine"}, index=range(10, 18))
+    done = report(tiny, prompts, tmp_path / "out")
+    assert sorted(done.tables.ablation.prompt.unique()) == list(range(8))
 
 
 def test_clean_logit_difference_is_that_of_the_attribution(bundled):
     rows = bundled.tables.ablation
     clean = rows[rows.metric == "logit_diff"].groupby("prompt").clean.first()
-    assert (clean - bundled.tables.attribution.groupby("prompt").logit.first()).abs().max() < 1e-5
+    logits = bundled.tables.attribution.groupby("prompt").logit.first()
+    assert (clean - logits.loc[clean.index]).abs().max() < 1e-5
 
 
 def test_summary_says_what_was_found(bundled):
