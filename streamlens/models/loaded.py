@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from streamlens.errors import StreamLensError, UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.bridge import make_bridge
 from streamlens.models.discover import discover
@@ -65,7 +66,21 @@ def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_r
     if isinstance(source, Model):
         return source
     opened = open_source(source, tokenizer=tokenizer, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    ids = probe_ids(opened.module)
-    anatomy = discover(opened.module, ids)
-    anatomy, proof = prove(opened.module, anatomy, skip=opened.trusted)
+    anatomy, proof = understand(opened.module, trusted=opened.trusted)
     return Model(opened.module, opened.tokenizer, opened.name, opened.source, opened.revision, anatomy, proof)
+
+
+def understand(module: nn.Module, trusted: bool = False) -> tuple[Anatomy, Proof]:
+    """The proven anatomy of a causal language model.
+
+    Raises :class:`UnsupportedModelError`, also for a model whose forward pass fails while it is watched.
+    """
+    try:
+        return prove(module, discover(module, probe_ids(module)), skip=trusted)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, LookupError) as error:
+        if isinstance(error, StreamLensError):
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise UnsupportedModelError(f"{type(module).__name__} cannot be read: its forward pass fails while it is watched ({reason})") from error
