@@ -130,7 +130,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpmant": ("CpmAntConfig", {}),
     "git": ("GitConfig", {"vision_config": _TINY_VISION}),
     "reformer": ("ReformerConfig", {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [24, 24], "num_hidden_layers": 2, "attn_layers": ["local", "local"]}),
-    "blt": ("BltConfig", {}),
     # Llama and its close relatives
     "llama": ("LlamaConfig", {}),
     "llama_tied_bias": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -208,7 +207,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_swa": ("GraniteSWAConfig", _MULTIPLIERS),
     "minicpm3": ("MiniCPM3Config", _MLA | {"scale_emb": 3, "dim_model_base": 16}),
     "lfm3": ("Lfm3Config", {"layer_types": ["conv", _FULL, _SLIDE]}),
-    "dory": ("DoryConfig", {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "layer_types": [_SLIDE, _FULL, _SLIDE]}),
+    "dory": ("DoryConfig", {"ngpt_alpha_init": 0.5, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "layer_types": [_SLIDE, _FULL, _SLIDE]}),
     "hrm_text": ("HrmTextConfig", {}),
     # mixtures of experts
     "mixtral": ("MixtralConfig", {}),
@@ -320,7 +319,7 @@ def randomise(module: nn.Module) -> None:
     for _, p in module.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if p.dim() < 2 or float(p.std()) == 0:
-            p.add_(0.3 * noise)
+            p.add_(0.3 * noise * (float(p.mean()) or 1.0))
         elif float(p.std()) < 0.1:
             p.copy_(noise / math.sqrt(p.shape[-1]))
     head, embed = module.get_output_embeddings(), module.get_input_embeddings()

@@ -1,0 +1,344 @@
+"""The whole contract on every architecture of the zoo, against forward passes that know nothing of streamlens.
+
+The sum rule alone is blind to a row that has swallowed the stream. So every row is also zeroed by itself, heads are put
+together from the projection's own columns, blocks are removed by plain hooks, and the stream is followed block by block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import streamlens as sl
+from streamlens.errors import UnsupportedModelError
+from streamlens.measure.attribution import Component, attribute_batch, components
+from streamlens.models.anatomy import Anatomy, Layer
+from streamlens.prompts import Readouts, TokenBatch
+from streamlens.stream.clamp import Clamp
+from streamlens.stream.replay import Replay
+from streamlens.stream.unembed import Unembed
+from tests import zoo
+
+SUM, MOVED, HEADS, REPLAY, STREAM, PRINTED = 5e-6, 2e-5, 1e-5, 2e-5, 1e-5, 2e-5
+"""Limits: the first two relative to sum|parts|, the others to the largest value that is compared."""
+
+PROMPTS = [[15, 26, 37, 48, 59, 61, 72], [33, 44, 55, 66]]
+TARGET, VERSUS = [17, 41], [23, 85]
+
+REFUSED: dict[str, str] = {}
+"""Variants that cannot be read exactly, and what the refusal says."""
+
+WITHOUT_HEADS: dict[str, tuple[int, ...]] = {"jetmoe": (0, 1, 2)}
+"""Layers whose attention is one row: its output projection is not one linear map of concatenated heads."""
+
+OPEN: tuple[str, ...] = (
+    "gpt_neox_japanese",
+    "ctrl",
+    "cpmant",
+    "git",
+    "reformer",
+    "phi4_multimodal",
+    "doge",
+    "doge_moe",
+    "emu3",
+    "mllama",
+    "modernbert_decoder",
+    "gemma3n",
+    "gemma3n_shared_kv",
+    "gemma3n_sparse",
+    "gemma4_moe",
+    "dory",
+    "hrm_text",
+    "hy_v4",
+    "inkling2",
+    "inkling2_loop",
+    "deepseek_v4",
+    "zamba",
+    "zamba2",
+    "qwen4_exp",
+    "zaya",
+)
+"""Variants that are not served yet."""
+
+SERVED = [name for name in zoo.VARIANTS if name not in REFUSED and name not in OPEN]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    model: sl.Model
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.model.anatomy
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def case(request) -> Case:
+    return Case(request.param, sl.load(zoo.build(request.param)))
+
+
+@pytest.fixture(scope="module")
+def printed(case) -> list[Tensor]:
+    """What the model prints for each prompt by itself, without padding and without a single hook."""
+    with torch.no_grad():
+        return [case.module(input_ids=torch.tensor([p]), use_cache=False).logits[0].double() for p in PROMPTS]
+
+
+# -- rows sum to the logit ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("versus", [None, VERSUS], ids=["logit", "difference"])
+def test_rows_sum_to_the_printed_logit(case, printed, versus):
+    df = sl.attribute(case.model, PROMPTS, target=TARGET, versus=versus, positions="all")
+    rows = df.groupby(["prompt", "position"])
+    total, size = rows.contribution.sum(), rows.contribution.agg(lambda x: x.abs().sum())
+    assert list(total.index) == [(p, i) for p, ids in enumerate(PROMPTS) for i in range(len(ids))]
+    assert ((total - rows.logit.first()).abs() / size).max() <= SUM
+    for (prompt, position), value in total.items():
+        logits = printed[prompt][position]
+        truth = logits[TARGET[prompt]] - (logits[versus[prompt]] if versus else 0)
+        assert abs(value - float(truth)) <= SUM * size[prompt, position] + PRINTED * float(logits.abs().max())
+
+
+def test_rows_are_those_that_the_config_names(case):
+    df = sl.attribute(case.model, PROMPTS[:1], target=TARGET[0])
+    _one_row_each(df)
+    by_layer = {layer: set(part.component) for layer, part in df.groupby("layer")}
+    assert "embed" in set(df.component)
+    without = tuple(i for i, layer in enumerate(case.anatomy.layers) if any(w.kind == "attn" and not w.n_heads for w in layer.writes))
+    assert without == WITHOUT_HEADS.get(case.name, ())
+    kinds = getattr(case.module.config.get_text_config(), "layer_types", None) or []
+    for layer, kind in enumerate(kinds) if len(kinds) == case.anatomy.n_layers else ():
+        if kind.endswith("_attention") and kind != "linear_attention":
+            assert by_layer[layer] & {"head", "attn"}
+        elif kind in ("linear_attention", "conv"):
+            assert "mixer" in by_layer[layer]
+            assert not by_layer[layer] & {"head", "attn"}
+
+
+def _one_row_each(df: pd.DataFrame) -> None:
+    counts = Counter(zip(df.component, df.layer, df.sublayer, df["head"], strict=True))
+    assert set(counts.values()) == {1}
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_heads_and_bias_are_the_attention_write(case):
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    writes = {w.leaf: w for _, w in case.anatomy.writes() if w.n_heads}
+    with _hooked(case.module, writes, lambda path, args, out: seen.__setitem__(path, (args[0].clone(), out.clone()))):
+        case.module(input_ids=torch.tensor(PROMPTS[:1]), use_cache=False)
+    for path, write in writes.items():
+        (z, out), projection = seen[path], case.module.get_submodule(path)
+        weight = projection.weight if type(projection).__name__ == "Conv1D" else projection.weight.T  # [z, d_model]
+        heads = zip(z.split(write.d_head, -1), weight.split(write.d_head, 0), strict=True)
+        total = sum((part @ columns).double() for part, columns in heads)
+        total = total if projection.bias is None else total + projection.bias
+        assert float((total - out).abs().max() / out.abs().max()) <= HEADS
+
+
+# -- every component by itself -------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_every_component_moves_the_logit_by_its_row_when_it_is_zeroed(case):
+    anatomy, ids = case.anatomy, torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+    readouts = _readouts(ids, anatomy.n_vocab)
+    shares = attribute_batch(case.module, anatomy, TokenBatch(np.arange(2), ids, torch.ones_like(ids, dtype=torch.bool)), readouts)
+    size = np.abs(shares.contribution).sum(-1)
+    direction = Unembed(case.module.get_submodule(anatomy.unembed), anatomy.logits).direction(
+        torch.from_numpy(readouts.target), torch.from_numpy(readouts.versus)
+    )
+    with Clamp(case.module, anatomy, ids) as clamp:
+        zeroed = _ways_to_zero(case, clamp)
+        for column, component in enumerate(components(anatomy)):
+            if component.kind in ("unembed_bias", "softcap"):  # behind the stream; the printed logits hold them
+                continue
+            change = (clamp.hidden - zeroed[component]()).reshape(len(readouts), -1)
+            moved = (change * direction).sum(-1).double().numpy()
+            error = float((np.abs(moved - shares.contribution[:, column]) / size).max())
+            assert error <= MOVED, f"{component}: off by {error:.2g} of sum|parts|"
+
+
+def _ways_to_zero(case: Case, clamp: Clamp) -> dict[Component, Callable[[], Tensor]]:
+    """How each component is taken out of an otherwise clamped pass; each gives the unembedding's input."""
+    anatomy, ways = case.anatomy, {Component("embed"): lambda: clamp.without((-1, case.anatomy.embed))}
+    for n, path in enumerate(anatomy.pos_embeds):
+        ways[Component("pos_embed", -1, n if len(anatomy.pos_embeds) > 1 else -1)] = lambda path=path: clamp.without((-1, path))
+    calls: Counter[str] = Counter()
+    for layer, w in anatomy.writes():
+        for h in range(w.n_heads):
+            part = slice(h * w.d_head, (h + 1) * w.d_head)
+            ways[Component("head", layer, w.sublayer, h)] = lambda at=(layer, w.leaf), part=part: clamp.without(at, part)
+        if not w.n_heads:
+            ways[Component(w.kind, layer, w.sublayer)] = lambda at=(layer, w.leaf): clamp.without(at)
+        elif w.bias:
+            bias = case.module.get_submodule(w.leaf).bias
+            ways[Component("attn_bias", layer, w.sublayer)] = lambda a=(w.leaf, calls[w.leaf], bias): _without_constant(case, clamp, *a)
+        calls[w.leaf] += 1
+    ordinals: Counter[int] = Counter()
+    for layer, path in _in_order(anatomy):
+        bias = anatomy.norms[path].bias
+        if bias is not None:
+            ways[Component("norm_bias", layer, ordinals[layer])] = lambda a=(path, calls[path], bias): _without_constant(case, clamp, *a)
+            ordinals[layer] += 1
+        calls[path] += 1
+    return ways
+
+
+def _in_order(anatomy: Anatomy) -> list[tuple[int, str]]:
+    order = {path: i for i, path in enumerate(anatomy.norms)}
+    return sorted(anatomy.path_norms, key=lambda place: (place[0], order[place[1]]))
+
+
+def _without_constant(case: Case, clamp: Clamp, path: str, call: int, constant: Tensor) -> Tensor:
+    """A clamped pass in which the module's `call`-th output lacks a constant; planted behind the clamp's own hooks."""
+    seen = Counter()
+
+    def subtract(_: str, args: tuple, out: Tensor) -> Tensor | None:
+        seen[path] += 1
+        return out - constant if seen[path] == call + 1 else None
+
+    with _hooked(case.module, [path], subtract):
+        return clamp.without((-2, "nothing"))
+
+
+def _readouts(ids: Tensor, n_vocab: int) -> Readouts:
+    """Every position of every prompt, with a target and another versus each."""
+    prompt, position = (x.numpy() for x in torch.ones_like(ids).nonzero(as_tuple=True))
+    target = (31 * position + 17 * prompt + 5) % n_vocab
+    return Readouts(prompt, position, target, (target + 1 + position) % n_vocab)
+
+
+# -- replays -------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def test_replays_in_both_orders_are_hooked_forward_passes(case):
+    n = case.anatomy.n_layers
+    ids, mask = _padded()
+    changes: list[int | tuple[int, int]] = sorted({0, n // 2, n - 1})
+    changes += [(n // 2, i) for i in range(len(case.anatomy.layers[n // 2].adds))]
+    truth = {change: _removed_by_hooks(case, change, ids, mask) for change in changes}
+    unembed = Unembed(case.module.get_submodule(case.anatomy.unembed), case.anatomy.logits)
+    with Replay(case.module, case.anatomy) as replay:
+        replay.record(ids, mask)
+        for change in (*changes, *reversed(changes)):
+            layer, add = change if isinstance(change, tuple) else (change, None)
+            hidden = replay.without_blocks({layer}) if add is None else replay.without_write(layer, case.anatomy.layers[layer].adds[add])
+            logits = unembed.logits(hidden[mask])
+            assert float((logits - truth[change]).abs().max() / truth[change].abs().max()) <= REPLAY, f"without {change}"
+
+
+def _padded() -> tuple[Tensor, Tensor]:
+    length = max(map(len, PROMPTS))
+    mask = torch.tensor([[i < len(p) for i in range(length)] for p in PROMPTS])
+    return torch.tensor([p + [0] * (length - len(p)) for p in PROMPTS]), mask
+
+
+@torch.no_grad()
+def _removed_by_hooks(case: Case, change: int | tuple[int, int], ids: Tensor, mask: Tensor) -> Tensor:
+    """Printed logits with a block bypassed or one addition at zero, by plain hooks; of each prompt's own tokens."""
+    layer, add = change if isinstance(change, tuple) else (change, None)
+    path = case.anatomy.layers[layer].path
+    call = [i for i, other in enumerate(case.anatomy.layers) if other.path == path].index(layer)
+    inside: list[str] = [] if add is None else _outputs(case.anatomy.layers[layer], add)
+    seen = Counter()
+
+    def hook(name: str, args: tuple, out):
+        seen[name] += 1
+        if seen[name] != call + 1:
+            return None
+        value = torch.zeros_like(_first(out)) if name != path else next(a for a in args if a.is_floating_point())
+        return type(out)((value, *out[1:])) if isinstance(out, (tuple, list)) else value
+
+    with _hooked(case.module, inside or [path], hook):
+        return case.module(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[mask]
+
+
+def _outputs(layer: Layer, index: int) -> list[str]:
+    add = layer.adds[index]
+    return [add.norm] if add.norm else [w.output for w in add.writes]
+
+
+# -- the stream, block by block ------------------------------------------------------------------------------------------
+def test_stream_and_writes_add_up_at_every_block(case):
+    sites = ["resid_pre", "resid_post"] + [s for s in ("attn_out", "mlp_out", "mixer_out", "other_out") if _has(case.anatomy, s)]
+    sites += ["resid_mid"] * any(layer.reads_mid for layer in case.anatomy.layers)
+    kept = sl.record(case.model, PROMPTS, sites=sites)
+    mask = kept["mask"]
+    streams = _streams_by_hooks(case)
+    for index, layer in enumerate(case.anatomy.layers):
+        at = {name.split("hook_")[1]: value[mask] for name, value in kept.items() if name.startswith(f"blocks.{index}.")}
+        for site, truth in zip(("resid_pre", "resid_post"), streams[index], strict=True):
+            assert _gap(at[site], truth) == 0 or _gap(at[site], truth) <= STREAM
+        if len(layer.segments) > 1 or any(s.norm or s.scale != 1 for s in layer.segments):
+            continue
+        written = [value for name, value in at.items() if not name.startswith("resid")]
+        assert len(written) == len(layer.writes)
+        assert _gap(at["resid_pre"] + sum(written), at["resid_post"]) <= STREAM
+        if "resid_mid" in at and len(written) == 2:
+            first = next(value for name, value in at.items() if name in ("attn_out", "mixer_out"))
+            assert _gap(at["resid_pre"] + first, at["resid_mid"]) <= STREAM
+            assert _gap(at["resid_mid"] + at["mlp_out"], at["resid_post"]) <= STREAM
+
+
+def _has(anatomy: Anatomy, site: str) -> bool:
+    return any(f"{w.kind}_out" == site for _, w in anatomy.writes())
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@torch.no_grad()
+def _streams_by_hooks(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Each block's input and output at the prompts' own tokens, from one plain forward pass."""
+    ids, mask = _padded()
+    before: list[Tensor] = []
+    streams: list[tuple[Tensor, Tensor]] = []
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        before.append(next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point())[mask])
+
+    handles = [case.module.get_submodule(p).register_forward_pre_hook(enter, with_kwargs=True) for p in case.anatomy.block_paths]
+    try:
+        with _hooked(case.module, case.anatomy.block_paths, lambda path, args, out: streams.append((before.pop(), _first(out)[mask]))):
+            case.module(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return streams
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_exactly_is_refused_by_name(name):
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        sl.load(zoo.build(name))
+
+
+@contextmanager
+def _hooked(module: nn.Module, paths, hook: Callable) -> Iterator[None]:
+    """`hook(path, tensor arguments, output)` behind every call of the modules at `paths`; what it returns takes the output's place."""
+
+    def planted(path: str):
+        return lambda _, args, kwargs, out: hook(path, tuple(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), out)
+
+    handles = [module.get_submodule(path).register_forward_hook(planted(path), with_kwargs=True) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(out):
+    return out[0] if isinstance(out, (tuple, list)) else out
