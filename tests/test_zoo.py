@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 import streamlens as sl
 from streamlens.errors import UnsupportedModelError
@@ -44,6 +45,7 @@ OPEN: tuple[str, ...] = (
     "ctrl",
     "cpmant",
     "git",
+    "blt",
     "reformer",
     "phi4_multimodal",
     "doge",
@@ -57,6 +59,7 @@ OPEN: tuple[str, ...] = (
     "gemma4_moe",
     "dory",
     "hrm_text",
+    "hrm_text_cut_gradients",
     "hy_v4",
     "inkling2",
     "inkling2_loop",
@@ -65,10 +68,19 @@ OPEN: tuple[str, ...] = (
     "zamba2",
     "qwen4_exp",
     "zaya",
+    "zaya_sliding",
 )
 """Variants that are not served yet."""
 
 SERVED = [name for name in zoo.VARIANTS if name not in REFUSED and name not in OPEN]
+
+
+def test_every_architecture_of_transformers_is_in_the_zoo_or_has_a_reason_not_to_be():
+    classes = {zoo.class_of(name) for name in zoo.VARIANTS}
+    missing = {kind for kind, cls in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if cls not in classes}
+    assert missing == set(zoo.NOT_IN_THE_ZOO)
+    assert len(classes) >= 90
+    assert len(zoo.VARIANTS) >= 140
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto import modeling_auto
 
 D_MODEL, N_LAYERS, N_HEADS, N_KV_HEADS, D_MLP, N_VOCAB, N_POSITIONS = 48, 3, 4, 2, 64, 100, 64
 
@@ -24,7 +25,9 @@ _SIZES: dict[str, Any] = (
     | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks"), N_LAYERS)
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads", "swa_num_attention_heads"), N_HEADS)
     | dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), N_KV_HEADS)
-    | dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), D_MLP)
+    | dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), D_MLP
+    )
     | dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), N_VOCAB)
     | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "context_length"), N_POSITIONS)
     | dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "kv_channels"), 16)
@@ -46,8 +49,24 @@ _SIZES: dict[str, Any] = (
     )
     | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "kv_lora_rank": 8, "q_lora_rank": 8, "o_lora_rank": 8}
     | {"index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "index_block_size": 4, "index_topk_blocks": 1}
-    | {"state_size": 4, "ssm_state_size": 4, "mamba_d_state": 4, "time_step_rank": 4, "mamba_dt_rank": 4, "chunk_size": 8, "mamba_chunk_size": 8}
-    | {"mamba_n_heads": 4, "mamba_num_heads": 4, "mamba_d_head": 24, "mamba_head_dim": 24, "mamba_headdim": 24, "mamba_n_groups": 2, "n_groups": 2}
+    | {
+        "state_size": 4,
+        "ssm_state_size": 4,
+        "mamba_d_state": 4,
+        "time_step_rank": 4,
+        "mamba_dt_rank": 4,
+        "chunk_size": 8,
+        "mamba_chunk_size": 8,
+    }
+    | {
+        "mamba_n_heads": 4,
+        "mamba_num_heads": 4,
+        "mamba_d_head": 24,
+        "mamba_head_dim": 24,
+        "mamba_headdim": 24,
+        "mamba_n_groups": 2,
+        "n_groups": 2,
+    }
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8}
     | {"linear_num_heads": 4, "rotary_dim": 8, "laurel_rank": 4, "hidden_size_per_layer_input": 8, "gated_norm_rank": 4, "adapter_rank": 4}
     | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "cls_token_id": None, "sep_token_id": None, "eod_token_id": None}
@@ -68,6 +87,10 @@ _FALCON_H1 = {
     "ssm_out_multiplier": 0.6,
     "mlp_multipliers": [0.9, 0.8],
 }
+_BLT_PART = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+_BLT = {"global_config": _BLT_PART, "patcher_config": _BLT_PART | {"vocab_size": 100}, "encoder_hash_byte_group_vocab": 50} | {
+    f"{part}_config": _BLT_PART | {"vocab_size": 100, "hidden_size_global": 48} for part in ("encoder", "decoder")
+}
 _DOTS3_SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8} | {
     "swa_head_dim": 12,
     "swa_qk_nope_head_dim": 8,
@@ -79,7 +102,14 @@ _PERSIMMON = {"model_type": "persimmon", "hidden_size": 48, "num_hidden_layers":
     "max_position_embeddings": 64,
 }
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-_TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "crop_size": 28}
+_TINY_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "crop_size": 28,
+}
 _TINY_AUDIO = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 16} | {
     "depthwise_separable_out_channel": 16,
     "nemo_conv_channels": 16,
@@ -129,7 +159,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "persimmon_no_qk_norm": ("PersimmonConfig", {"qk_layernorm": False} | _half_rotary()),
     "cpmant": ("CpmAntConfig", {}),
     "git": ("GitConfig", {"vision_config": _TINY_VISION}),
-    "reformer": ("ReformerConfig", {"is_decoder": True, "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [24, 24], "num_hidden_layers": 2, "attn_layers": ["local", "local"]}),
+    "reformer": (
+        "ReformerConfig",
+        {
+            "is_decoder": True,
+            "axial_pos_shape": [8, 8],
+            "axial_pos_embds_dim": [24, 24],
+            "num_hidden_layers": 2,
+            "attn_layers": ["local", "local"],
+        },
+    ),
+    "blt": ("BltConfig", _BLT),
     # Llama and its close relatives
     "llama": ("LlamaConfig", {}),
     "llama_tied_bias": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -188,6 +228,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_shared_kv": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "final_logit_softcapping": 8.0}),
     "gemma4_wide_heads": ("Gemma4TextConfig", _SHARED_KV | {"num_kv_shared_layers": 0, "global_head_dim": 32}),
     "gemma4_no_per_layer_input": ("Gemma4TextConfig", _ALTERNATING | {"global_head_dim": 16, "hidden_size_per_layer_input": 0}),
+    "gemma4_k_is_v": (
+        "Gemma4TextConfig",
+        _ALTERNATING | {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    ),
+    "gemma4_wide_mlp": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "use_double_wide_mlp": True}),
     "gemma4_moe": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2}),
     "gemma4_unified": ("Gemma4UnifiedTextConfig", _ALTERNATING | {"global_head_dim": 16}),
     "gemma4": ("Gemma4TextConfig", _SHARED_KV | {"num_kv_shared_layers": 0, "global_head_dim": 16}),
@@ -207,8 +252,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_swa": ("GraniteSWAConfig", _MULTIPLIERS),
     "minicpm3": ("MiniCPM3Config", _MLA | {"scale_emb": 3, "dim_model_base": 16}),
     "lfm3": ("Lfm3Config", {"layer_types": ["conv", _FULL, _SLIDE]}),
-    "dory": ("DoryConfig", {"ngpt_alpha_init": 0.5, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "layer_types": [_SLIDE, _FULL, _SLIDE]}),
-    "hrm_text": ("HrmTextConfig", {}),
+    "dory": (
+        "DoryConfig",
+        {
+            "ngpt_alpha_init": 0.5,
+            "n_input_layers": 1,
+            "n_recurrent_layers": 1,
+            "n_output_layers": 1,
+            "layer_types": [_SLIDE, _FULL, _SLIDE],
+        },
+    ),
+    "hrm_text": ("HrmTextConfig", {"num_hidden_layers": 2, "L_cycles": 2, "L_bp_cycles": [2, 2], "embedding_scale": 3.0}),
+    "hrm_text_cut_gradients": ("HrmTextConfig", {"num_hidden_layers": 2, "L_cycles": 2, "L_bp_cycles": [1, 1], "embedding_scale": 3.0}),
     # mixtures of experts
     "mixtral": ("MixtralConfig", {}),
     "qwen2_moe": ("Qwen2MoeConfig", {}),
@@ -223,7 +278,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoeshared": ("GraniteMoeSharedConfig", _MULTIPLIERS),
     "gpt_oss": ("GptOssConfig", {}),
     "jetmoe": ("JetMoeConfig", {}),
-    "dbrx": ("DbrxConfig", {"rope_parameters": _ROPE, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}, "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_top_k": 2}}),
+    "dbrx": (
+        "DbrxConfig",
+        {
+            "rope_parameters": _ROPE,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_top_k": 2},
+        },
+    ),
     "minimax": ("MiniMaxConfig", {}),
     "minimax_m2": ("MiniMaxM2Config", {}),
     "minimax_m3": ("MiniMaxM3VLTextConfig", _SPARSE),
@@ -246,7 +308,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "beam": ("BeamConfig", _ALTERNATING | _SPARSE),
     "flint": ("FlintConfig", _ALTERNATING | {"mlp_only_layers": [0]}),
     "kolibri1": ("Kolibri1Config", _ALTERNATING),
-    "inkling": ("InklingTextConfig", {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "logits_mup_width_multiplier": 2.0} | _SPARSE),
+    "inkling": (
+        "InklingTextConfig",
+        {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "logits_mup_width_multiplier": 2.0} | _SPARSE,
+    ),
     "inkling2": ("Inkling2TextConfig", {"layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}),
     "inkling2_loop": ("Inkling2LoopTextConfig", {}),
     # multi-head latent attention
@@ -266,12 +331,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", {}),
     "mamba2": ("Mamba2Config", {"head_dim": 24}),
     "falcon_mamba": ("FalconMambaConfig", {}),
-    "rwkv": ("RwkvConfig", {"rescale_every": 2}),
+    "rwkv": ("RwkvConfig", {"rescale_every": 2, "num_hidden_layers": 4}),
+    "rwkv_unscaled": ("RwkvConfig", {"rescale_every": 0}),
     "xlstm": ("xLSTMConfig", {"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0}),
     "jamba": ("JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "bamba": ("BambaConfig", {"attn_layer_indices": [1]}),
-    "zamba": ("ZambaConfig", {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"], "num_key_value_heads": 4}),
-    "zamba2": ("Zamba2Config", {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"], "num_key_value_heads": 4, "n_mamba_heads": 4}),
+    "zamba": (
+        "ZambaConfig",
+        {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"], "num_key_value_heads": 4},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"], "num_key_value_heads": 4, "n_mamba_heads": 4},
+    ),
     "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 96} | _FALCON_H1),
     "recurrent_gemma": ("RecurrentGemmaConfig", {}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", _FULL, "conv"], "block_auto_adjust_ff_dim": False}),
@@ -286,12 +358,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", _MLA | _HYBRID | _SPARSE | {"q_lora_rank": None}),
     "bailing_hybrid": ("BailingHybridConfig", _MLA | _HYBRID | _SPARSE | {"num_mtp_layers": 0}),
     "lara_mini": ("LaraMiniConfig", {"layer_types": [_LINEAR, _SLIDE, _LINEAR]}),
+    "zaya_sliding": (
+        "ZayaConfig",
+        {"num_experts_per_tok": 1, "router_hidden_size": 8, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]},
+    ),
     "zaya": ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
 }
 
 
+UNBUILDABLE = {
+    "gemma4_assistant": "a draft model that reads the hidden states of another model",
+    "gemma4_unified_assistant": "a draft model that reads the hidden states of another model",
+}
+"""Architectures of AutoModelForCausalLM, by model type, that make no logits from token ids alone."""
+
+_MULTIMODAL = "gemma3 gemma3n gemma4 gemma4_unified got_ocr2 moss_transcribe_diarize"
+_ENCODERS = (
+    "bert big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm roc_bert roformer "
+    "xlm xlm-roberta xlm-roberta-xl xlnet xmod"
+)
+_ENCODER_DECODERS = (
+    "bart bert-generation bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody mvp pegasus plbart "
+    "prophetnet trocr whisper"
+)
+NOT_IN_THE_ZOO = (
+    UNBUILDABLE
+    | dict.fromkeys(_MULTIMODAL.split(), "wraps a text decoder that has a row of its own")
+    | dict.fromkeys(_ENCODERS.split(), "an encoder with a causal head as an option")
+    | dict.fromkeys(_ENCODER_DECODERS.split(), "half of an encoder-decoder")
+)
+"""Every other model type of AutoModelForCausalLM, and why it has no row."""
+
 _CLASSES = {"Emu3TextConfig": "Emu3ForCausalLM", "MllamaTextConfig": "MllamaForCausalLM"}
 """Where AutoModelForCausalLM does not know the config of the text decoder."""
+
+
+def class_of(name: str) -> str:
+    """The name of a variant's model class."""
+    kind = VARIANTS[name][0]
+    return _CLASSES.get(kind) or modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, kind).model_type]
 
 
 def config_of(name: str) -> transformers.PreTrainedConfig:
@@ -305,9 +410,7 @@ def config_of(name: str) -> transformers.PreTrainedConfig:
 def build(name: str) -> nn.Module:
     """A tiny random model of a variant, in eval mode; the same one at each call."""
     torch.manual_seed(0)
-    config = config_of(name)
-    cls = getattr(transformers, _CLASSES[type(config).__name__]) if type(config).__name__ in _CLASSES else None
-    module = (cls(config) if cls else transformers.AutoModelForCausalLM.from_config(config)).eval()
+    module = getattr(transformers, class_of(name))(config_of(name)).eval()
     randomise(module)
     return module
 
@@ -316,17 +419,29 @@ def build(name: str) -> nn.Module:
 def randomise(module: nn.Module) -> None:
     """Random vectors in place of ones and zeros, and matrices whose outputs are as large as their inputs."""
     generator = torch.Generator().manual_seed(1)
-    for _, p in module.named_parameters():
+    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
+    for p in module.parameters():
         noise = torch.randn(p.shape, generator=generator)
-        if p.dim() < 2 or float(p.std()) == 0:
-            p.add_(0.3 * noise * (float(p.mean()) or 1.0))
-        elif float(p.std()) < 0.1:
+        if p.dim() < 2 or p.unique().numel() == 1:
+            p.add_(0.3 * noise * _constant(p))
+        elif id(p) in linear or float(p.std()) < 0.1:
             p.copy_(noise / math.sqrt(p.shape[-1]))
+    for name, b in module.named_buffers():
+        if name.endswith(_LEARNED_BUFFERS):
+            b.add_(0.1 * torch.randn(b.shape, generator=generator))
     head, embed = module.get_output_embeddings(), module.get_input_embeddings()
-    if head is not None:
-        head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
-    if embed is not None and (head is None or embed.weight is not head.weight):
+    head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
+    if embed.weight is not head.weight:
         embed.weight.copy_(torch.randn(embed.weight.shape, generator=generator))
+
+
+_LEARNED_BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias", "balancing_biases")
+
+
+def _constant(p: torch.Tensor) -> float:
+    """The size of a vector that is all one number, 1 for zeros and for all other vectors."""
+    first = float(p.flatten()[0].abs())
+    return first if first and p.unique().numel() == 1 else 1.0
 
 
 __all__ = ["VARIANTS", "build", "config_of", "randomise"]
