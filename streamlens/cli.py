@@ -104,6 +104,7 @@ def _terminated(number, frame):
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Gives the exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C; 143 exits after SIGTERM."""
     args = parser().parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: beside other load, threads that spin cost a factor of ten
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         from .commands import run
