@@ -70,7 +70,7 @@ def _widths(module: nn.Module, found: Structure) -> tuple[dict[str, int], int, l
     seen = {name: Counter() for name in ("n_heads", "n_kv_heads", "d_head", "d_mlp", "d_expert")}
     for path in found.readers:
         reader = module.get_submodule(path)
-        kind = tree.kind_of(reader, path.split(".", 2)[-1])
+        kind = tree.kind_of(reader, path.split(".", 2)[-1], tree.family(module))
         facts = _attention(module, reader) if kind == "attn" else _mlp(reader, d_model, path) if kind == "mlp" else {}
         # A score with every head's key, and that head's value weighed and added.
         per_source += facts.get("n_heads", 0) * (facts.get("d_head", 0) + facts.get("d_key", 0))

@@ -24,19 +24,23 @@ def check_decoder(config) -> None:
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; {_ONLY}")
-    if _encoder_only(config):
+    if _bidirectional(config) or not _has_causal_head(config):
         raise UnsupportedModelError(f"{name} is an encoder-only model; {_ONLY}")
 
 
-def _encoder_only(config) -> bool:
+def _bidirectional(config) -> bool:
+    """Families with a causal head as an option say in the config which of the two a checkpoint is."""
     from transformers.models.auto import modeling_auto
 
-    kind = config.model_type
-    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or kind == "bert-generation":
-        # Families with a causal head as an option say which of the two a checkpoint is.
-        return not getattr(config, "is_decoder", getattr(config, "causal", False))
+    optional = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == "bert-generation"
+    return optional and not getattr(config, "is_decoder", getattr(config, "causal", False))
+
+
+def _has_causal_head(config) -> bool:
+    from transformers.models.auto import modeling_auto
+
     remote = getattr(config, "auto_map", None) or {}
-    return kind not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in remote
+    return config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in remote
 
 
 def check_head(module: nn.Module) -> None:
@@ -46,7 +50,9 @@ def check_head(module: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     if getattr(module.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; {_ONLY}")
-    if name.endswith("ForMaskedLM") or _encoder_only(module.config):
+    # A decoder taken out of a multimodal model has a config that no automatic class knows; the proof at load decides about it.
+    causal = name.endswith("ForCausalLM") or _has_causal_head(module.config)
+    if name.endswith("ForMaskedLM") or _bidirectional(module.config) or not causal:
         raise UnsupportedModelError(f"{name} is an encoder-only model; {_ONLY}")
 
 

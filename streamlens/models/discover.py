@@ -138,7 +138,7 @@ def _candidates(module: nn.Module, calls: Iterable[Call]) -> dict[int, list[Writ
 
 def _write(module: nn.Module, call: Call, n_heads: int) -> Write:
     inner = module.get_submodule(call.path)
-    kind = tree.kind_of(inner, call.path.split(".", 2)[-1])
+    kind = tree.kind_of(inner, call.path.split(".", 2)[-1], tree.family(module))
     passes = tree.passes_residual(inner) and call.linear is not None
     output = call.linear if passes else call.path
     whole = passes or (call.linear_y is not None and call.linear_y.shape == call.y.shape and torch.equal(call.linear_y, call.y))
@@ -151,9 +151,17 @@ def _write(module: nn.Module, call: Call, n_heads: int) -> Write:
 def _positions(module: nn.Module, draft: Anatomy, ids: Tensor) -> tuple[str, ...]:
     """Candidates whose output can be an addend of the embedding: one vector a position."""
     shapes: dict[str, torch.Size] = {}
+    embedded: list[Tensor] = []
+
+    def see(path: str, out: Tensor) -> None:
+        # What hands on the embedding itself (a place for images, say) adds nothing.
+        if isinstance(out, Tensor) and out.is_floating_point() and not (out.shape == embedded[0].shape and torch.equal(out, embedded[0])):
+            shapes[path] = out.shape
+
     with torch.no_grad(), Run(module, draft.block_paths, draft.unembed, draft.n_layers) as run:
+        run.on_output(draft.embed, lambda _, out, x: embedded.append(out.clone()))
         for path in draft.pos_embeds:
-            run.on_output(path, lambda _, out, x, path=path: shapes.__setitem__(path, out.shape) if isinstance(out, Tensor) and out.is_floating_point() else None)
+            run.on_output(path, lambda _, out, x, path=path: see(path, out))
         run.hidden(ids)
     fits = ((*ids.shape, draft.d_model), (1, ids.shape[1], draft.d_model), (ids.shape[1], draft.d_model))
     return tuple(path for path in draft.pos_embeds if shapes.get(path) in fits)

@@ -15,7 +15,7 @@ from streamlens.models.norms import looks_like_norm
 WRAPPERS = {"DbrxNormAttentionNorm"}
 """Modules inside a block that add to the stream themselves: one line an odd architecture; their children are looked at instead."""
 
-_MIXER = re.compile(r"mamba|mixer2?$|conv|deltanet|recurrent|rglru|lightning|rwkv.*attention|linearattention", re.I)
+_MIXER = re.compile(r"mamba|mlstm|mixer2?$|conv|delta|recurrent|rglru|lightning|rwkv.*attention|linear_?att", re.I)
 _ATTN = re.compile(r"attention|attn", re.I)
 _MLP = re.compile(r"mlp|ffn|feed_?forward|moe|expert|(^|\.)fc2$|(^|\.)ff$", re.I)
 
@@ -50,13 +50,22 @@ def structure(module: nn.Module) -> Structure:
     return Structure(paths[embed], paths[unembed], blocks, tuple(readers), tuple(norms), positions)
 
 
-def kind_of(module: nn.Module, name: str) -> str:
-    """attn, mlp, mixer or other, from the class first and the attribute's name second: labels of rows, nothing is computed from them."""
-    for word in (type(module).__name__, name):
-        for kind, pattern in (("mixer", _MIXER), ("attn", _ATTN), ("mlp", _MLP)):
+def kind_of(module: nn.Module, name: str, family: str = "") -> str:
+    """attn, mlp, mixer or other, from the class first and the attribute's name second: labels of rows, nothing is computed from them.
+
+    `family` is what all classes of a model begin with (:func:`family`): RecurrentGemmaMlp is no mixer.
+    """
+    kind = type(module).__name__
+    for word in (kind.removeprefix(family) if family != "Rwkv" else kind, name):
+        for label, pattern in (("mixer", _MIXER), ("attn", _ATTN), ("mlp", _MLP)):
             if pattern.search(word):
-                return kind
+                return label
     return "other"
+
+
+def family(module: nn.Module) -> str:
+    """What the names of a model's classes begin with: "Llama" of LlamaForCausalLM."""
+    return re.split(r"For[A-Z]|LMHead|Model", type(module).__name__)[0]
 
 
 def passes_residual(module: nn.Module) -> bool:

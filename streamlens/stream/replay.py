@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from streamlens.models.anatomy import Add, Anatomy
-from streamlens.stream.run import Run, with_first
+from streamlens.stream.run import Run, first, with_first
 
 
 class Replay:
@@ -24,8 +24,7 @@ class Replay:
 
     def __init__(self, module: nn.Module, anatomy: Anatomy):
         self.anatomy = anatomy
-        self.streams: list[Tensor] = []  # the clean stream before each layer
-        self._extras: list[Any] = []  # what else each block returned
+        self._outputs: list[Any] = []  # what each block returned in the clean pass
         self._resume, self._removed = 0, frozenset[int]()
         self._zeroed: frozenset[tuple[int, str]] = frozenset()
         self._recording = False
@@ -46,13 +45,13 @@ class Replay:
 
     def __exit__(self, *exc: object) -> None:
         self._run.__exit__(*exc)
-        self.streams.clear()
+        self._outputs.clear()
 
     @torch.no_grad()
     def record(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
-        """The clean pass: the unembedding's input, with the stream before each layer kept."""
+        """The clean pass: the unembedding's input, with what each block returned kept."""
         self._batch = (ids, mask)
-        self.streams, self._extras = [], []
+        self._outputs = []
         self._recording = True
         try:
             return self._run.hidden(ids, mask)
@@ -79,18 +78,16 @@ class Replay:
     def _block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = self._run.layer
         if self._recording:
-            self.streams.append(self._kept(stream_of(args, kwargs)))
             output = original(*args, **kwargs)
-            self._extras.append(with_first(output, None))
+            self._outputs.append(with_first(output, self._kept(first(output))))
             return output
-        finished = layer < self._resume
-        if not self.anatomy.bypass:
-            output = original(*args, **kwargs)
-            return with_first(output, stream_of(args, kwargs)) if layer in self._removed else output
-        if finished:
-            return with_first(self._extras[layer], self._kept(self.streams[self._resume]))
         if layer in self._removed:
-            return with_first(self._extras[layer], stream_of(args, kwargs))
+            # Where later blocks take keys and values from this one, they are still made.
+            output = self._outputs[layer] if self.anatomy.bypass else original(*args, **kwargs)
+            return with_first(output, stream_of(args, kwargs))
+        if layer < self._resume and self.anatomy.bypass:
+            output = self._outputs[layer]
+            return with_first(output, self._kept(first(output)))
         return original(*args, **kwargs)
 
     def _write(self, layer: int, path: str, out: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -83,27 +83,24 @@ class Run:
     def on_input(self, path: str, hook: InputHook) -> None:
         """`hook(layer, named arguments)` before the module runs; it may return the arguments changed."""
         module = self.module.get_submodule(path)
-        names = _parameters(type(module))
-
-        def pre(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-            named = dict(zip(names, args, strict=False))
-            changed = hook(self.now, named | kwargs)
-            if changed is None:
-                return None
-            return tuple(changed[n] for n in list(named)) + args[len(named) :], {k: changed[k] for k in kwargs}
-
-        self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(partial(self._before, hook, _parameters(type(module))), with_kwargs=True))
 
     def on_output(self, path: str, hook: OutputHook) -> None:
         """`hook(layer, output, first input)` after the module ran; a tensor that it returns takes the output's place."""
+        is_block = path in self._blocks
+        self._handles.append(self.module.get_submodule(path).register_forward_hook(partial(self._after, hook, is_block), with_kwargs=True))
 
-        def post(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
-            layer = self.layer if path in self._blocks else self.now
-            changed = hook(layer, first(output), given[0] if given else None)
-            return None if changed is None else with_first(output, changed)
+    def _before(self, hook: InputHook, names: tuple[str, ...], _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        named = dict(zip(names, args, strict=False))
+        changed = hook(self.now, named | kwargs)
+        if changed is None:
+            return None
+        return tuple(changed[n] for n in list(named)) + args[len(named) :], {k: changed[k] for k in kwargs}
 
-        self._handles.append(self.module.get_submodule(path).register_forward_hook(post, with_kwargs=True))
+    def _after(self, hook: OutputHook, is_block: bool, _: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        changed = hook(self.layer if is_block else self.now, first(output), given[0] if given else None)
+        return None if changed is None else with_first(output, changed)
 
     def on_whole_output(self, path: str, hook: Callable[[int, Any], None]) -> None:
         """`hook(layer, output)` with all that the module returned, a tuple where it is one."""
