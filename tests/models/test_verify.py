@@ -12,6 +12,7 @@ from streamlens.measure.attribution import attribute_batch
 from streamlens.models import discover, structure
 from streamlens.models.verify import probe_ids, prove
 from streamlens.prompts import Readouts, TokenBatch
+from streamlens.stream.replay import Replay
 from tests.models import tiny
 from tests.tolerances import ADDITIVITY, REPLAY
 
@@ -164,6 +165,19 @@ def test_a_head_row_of_another_width_is_refused():
     model = tiny.proven("llama")
     with pytest.raises(UnsupportedModelError, match="cannot be read exactly"):
         prove(model.module, changed_write(model.anatomy, 1, "attn", n_heads=2, d_head=8))
+
+
+def test_a_replay_that_misses_the_hooked_pass_is_refused(monkeypatch):
+    model = tiny.proven("llama")
+    original = Replay.without_blocks
+
+    def second_removal_keeps_the_first(replay, layers):
+        replay.gone = getattr(replay, "gone", set()) | layers
+        return original(replay, replay.gone)
+
+    monkeypatch.setattr(Replay, "without_blocks", second_removal_keeps_the_first)
+    with pytest.raises(UnsupportedModelError, match=r"removing a block by replay misses the hooked forward pass by \d"):
+        prove(model.module, model.anatomy)
 
 
 def test_a_model_that_answers_differently_each_time_is_refused():
