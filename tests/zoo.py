@@ -430,9 +430,8 @@ def randomise(module: nn.Module) -> None:
         if name.endswith(_LEARNED_BUFFERS):
             b.add_(0.1 * torch.randn(b.shape, generator=generator))
     head, embed = module.get_output_embeddings(), module.get_input_embeddings()
-    head.weight.copy_(0.3 * torch.randn(head.weight.shape, generator=generator))
-    if embed.weight is not head.weight:
-        embed.weight.copy_(torch.randn(embed.weight.shape, generator=generator))
+    for table in (head.weight, embed.weight):  # one and the same where they are tied
+        table.copy_(0.3 * torch.randn(table.shape, generator=generator))
 
 
 _LEARNED_BUFFERS = ("layer_scalar", "e_score_correction_bias", "expert_bias", "balancing_biases")
