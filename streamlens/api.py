@@ -21,7 +21,7 @@ from streamlens.models.card import config_facts
 from streamlens.models.loaded import Model, load
 from streamlens.models.placement import placement_facts
 from streamlens.models.verify import probe_ids
-from streamlens.prompts import MEAN, Prompts, TokenBatch, batches, parse, readouts
+from streamlens.prompts import Prompts, TokenBatch, batches, parse, readouts
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index
 from streamlens.stream.record import record_batch, resolve
@@ -56,12 +56,11 @@ def attribute(
 
     Method: Elhage et al. 2021 (direct logit attribution), McGrath et al. 2023, eq. 7-10 (frozen norms).
     """
+    opened(model)
     arguments = {"target": target, "versus": versus, "positions": positions, "max_tokens": max_tokens, "check": check}
     choice("check", check, (True, False, "warn", "full"))
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
-    if model.anatomy.logits.cap is not None and (wanted.versus == MEAN).any():
-        raise InputError("versus='mean' needs logits without a softcap, which this model has; give a token, or None")
     shares = []
     for batch in watched(batches(parsed, max_tokens), progress, "attribute"):
         chosen = wanted.take(np.isin(wanted.prompt, batch.index))
@@ -100,6 +99,7 @@ def ablate(
 
     Sources: Veit et al. 2016 and Men et al. 2024 (block removal); see the README for what `remove` means at norms on the stream.
     """
+    opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     choice("unit", unit, removal.UNITS)
     choice("method", method, ("remove",))
@@ -144,6 +144,7 @@ def norms(
     (the stream just before the final norm; layer n_layers). `positions` "all" by default; padding is never among them.
     Raises :class:`InputError`.
     """
+    opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     measures, sites = _several("measures", measures, growth.MEASURES), _several("sites", sites, SITES)
     parsed = parsed_for(model, prompts)
@@ -174,6 +175,7 @@ def record(
     queries). Shorter prompts are padded with zeros on the right; "mask" `[prompt, pos]` is True at what is real, and
     "positions" `[prompt, pos]` holds the positions, -1 at padding. Raises :class:`InputError`.
     """
+    opened(model)
     chosen = resolve(model.anatomy, (sites,) if isinstance(sites, str) else tuple(sites))
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
@@ -210,6 +212,7 @@ def card(model: Model) -> pd.DataFrame:
     load saw, not what the config or the family's name says. 0 stands for an absent number, "none" for an absent kind, nan
     for an absent softcap (and for a multiplier that is not one number).
     """
+    opened(model)
     facts = config_facts(model.module, Counter(layer.path for layer in model.anatomy.layers))
     facts["n_layers"] = model.n_layers
     facts |= placement_facts(model.module, model.anatomy, probe_ids(model.module))
@@ -241,6 +244,12 @@ def _several(parameter: str, value: Sequence[str] | str | None, legal: Collectio
     if not given:
         raise InputError(f"{parameter} must name at least one of {', '.join(legal)}; got none")
     return tuple(dict.fromkeys(given))
+
+
+def opened(model: object) -> None:
+    """Raise :class:`InputError` for what did not come from :func:`load`: a module whose stream nobody has proven."""
+    if not isinstance(model, Model):
+        raise InputError(f"model must come from sl.load(...); got {type(model).__name__}")
 
 
 def parsed_for(model: Model, prompts: object) -> Prompts:
