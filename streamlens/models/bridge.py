@@ -58,6 +58,7 @@ def wrapped_module(bridge) -> nn.Module:
     memo = _shared(model)
     _take_off(model, memo)
     module = copying.deepcopy(model, memo)
+    _drop_added_bias(module.get_output_embeddings())
     left = [name for name, part in module.named_modules() if type(part).__module__.startswith("transformer_lens.")]
     if left:
         raise UnsupportedModelError(f"the TransformerBridge cannot be taken off {type(module).__name__}: {left[0]} stays a bridge")
@@ -73,6 +74,14 @@ def _take_off(module: nn.Module, memo: dict[int, object]) -> None:
         _take_off(part, memo)
     if original is not None:
         memo[id(module)] = copying.deepcopy(original, memo)
+
+
+def _drop_added_bias(unembed: nn.Module | None) -> None:
+    """TransformerLens gives an unembedding without a bias a buffer of zeros for one, which would be a component that the model has not."""
+    added = unembed._buffers.get("bias") if unembed is not None else None
+    if added is not None and not bool(added.any()):
+        del unembed._buffers["bias"]
+        unembed.register_parameter("bias", None)
 
 
 def _check_same_logits(bridge, inside: nn.Module, module: nn.Module) -> None:
