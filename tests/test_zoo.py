@@ -163,6 +163,20 @@ def test_heads_and_bias_are_the_attention_write(case):
         assert float((total - out).abs().max() / out.abs().max()) <= HEADS
 
 
+@torch.no_grad()
+def test_heads_are_as_many_as_the_attention_patterns(case):
+    before, n = case.module.config._attn_implementation, len(PROMPTS[0])
+    case.module.set_attn_implementation("eager")
+    try:
+        out = case.module(input_ids=torch.tensor(PROMPTS[:1]), output_attentions=True, use_cache=False)
+    finally:
+        case.module.set_attn_implementation(before)
+    patterns = [a for a in getattr(out, "attentions", None) or () if a is not None and a.shape[-2:] == (n, n)]
+    heads = [w.n_heads for _, w in case.anatomy.writes() if w.n_heads]
+    if heads:
+        assert [a.shape[1] for a in patterns] == heads
+
+
 # -- every component by itself -------------------------------------------------------------------------------------------
 @torch.no_grad()
 def test_every_component_moves_the_logit_by_its_row_when_it_is_zeroed(case):

@@ -298,6 +298,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("AfmoeConfig", _ALTERNATING | {"mup_enabled": True}),
     "exaone_moe": ("ExaoneMoeConfig", _ALTERNATING | _SPARSE),
     "laguna": ("LagunaConfig", _ALTERNATING),
+    "laguna_uneven_heads": ("LagunaConfig", _ALTERNATING | {"num_attention_heads_per_layer": [4, 8, 4]}),
     "mellum": ("MellumConfig", _ALTERNATING),
     "solar_open": ("SolarOpenConfig", {}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", {}),
