@@ -34,43 +34,28 @@ SUM, MOVED, HEADS, REPLAY, STREAM, PRINTED = 5e-6, 2e-5, 1e-5, 2e-5, 1e-5, 2e-5
 PROMPTS = [[15, 26, 37, 48, 59, 61, 72], [33, 44, 55, 66]]
 TARGET = [17, 41]
 
-REFUSED: dict[str, str] = {}
+_NO_STREAM = "the stream is not its input plus its writes"
+REFUSED: dict[str, str] = {
+    "cpmant": "an embedding gives .* where one vector a token was expected",  # puts 32 tokens of its own before the prompt
+    "git": _NO_STREAM,  # BERT's blocks: modules that return the norm of stream plus write
+    "reformer": "its forward pass fails while it is watched",  # reversible layers: a backward pass of their own
+    "blt": _NO_STREAM,  # bytes, patches and tokens: four transformers in one
+    "modernbert_decoder": "contributions miss the logit",  # a dense layer and a GELU between stream and unembedding
+    "hrm_text_cut_gradients": _NO_STREAM,  # some of its cycles run without gradients
+    "hy_v4": _NO_STREAM,  # hyper-connections: four streams that the data mix
+    "deepseek_v4": _NO_STREAM,
+    "qwen4_exp": _NO_STREAM,
+    "inkling2": "contributions miss the logit",  # attends to its earlier streams instead of adding to one
+    "inkling2_loop": "contributions miss the logit",
+    "dory": _NO_STREAM,  # blocks that move the stream along the unit sphere
+}
 """Variants that cannot be read exactly, and what the refusal says."""
 
 WITHOUT_HEADS: dict[str, tuple[int, ...]] = {"jetmoe": (0, 1, 2)}
 """Layers whose attention is one row: its output projection is not one linear map of concatenated heads."""
 
-OPEN: tuple[str, ...] = (
-    "gpt_neox_japanese",
-    "ctrl",
-    "cpmant",
-    "git",
-    "blt",
-    "reformer",
-    "phi4_multimodal",
-    "doge",
-    "doge_moe",
-    "emu3",
-    "mllama",
-    "modernbert_decoder",
-    "gemma3n",
-    "gemma3n_shared_kv",
-    "gemma3n_sparse",
-    "gemma4_moe",
-    "dory",
-    "hrm_text",
-    "hrm_text_cut_gradients",
-    "hy_v4",
-    "inkling2",
-    "inkling2_loop",
-    "deepseek_v4",
-    "zamba",
-    "zamba2",
-    "qwen4_exp",
-    "zaya",
-    "zaya_sliding",
-)
-"""Variants that are not served yet."""
+OPEN = "gpt_neox_japanese ctrl doge doge_moe zaya zaya_sliding gemma3n gemma3n_shared_kv gemma3n_sparse gemma4_moe hrm_text zamba zamba2".split()
+"""Variants that are not served yet, and refused meanwhile."""
 
 SERVED = [name for name in zoo.VARIANTS if name not in REFUSED and name not in OPEN]
 
@@ -351,9 +336,9 @@ def _streams_by_hooks(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *OPEN])
 def test_what_cannot_be_read_exactly_is_refused_by_name(name):
-    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+    with pytest.raises(UnsupportedModelError, match=REFUSED.get(name, "")):
         sl.load(zoo.build(name))
 
 
