@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from streamlens import frames
-from streamlens.errors import AdditivityError, InputError, choice
+from streamlens.errors import AdditivityError, InputError, NumericError, StreamLensError, choice
 from streamlens.measure import ablation as removal
 from streamlens.measure import attribution as dla
 from streamlens.measure import growth
@@ -28,6 +28,9 @@ from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
 
 __all__ = ["Model", "ablate", "attribute", "card", "load", "norms", "record"]
+
+CHECKS = (True, False, "warn", "full")
+"""Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -58,7 +61,7 @@ def attribute(
     """
     opened(model)
     arguments = {"target": target, "versus": versus, "positions": positions, "max_tokens": max_tokens, "check": check}
-    choice("check", check, (True, False, "warn", "full"))
+    choice("check", check, CHECKS)
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     shares = []
@@ -103,6 +106,7 @@ def ablate(
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     choice("unit", unit, removal.UNITS)
     choice("method", method, ("remove",))
+    choice("check", check, CHECKS)
     wanted = chosen_metrics(metrics)
     parsed = parsed_for(model, prompts)
     given = target is not None or parsed.targets is not None
@@ -121,6 +125,10 @@ def ablate(
         inside = np.sort(batch.index)
         places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
         parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places, chosen, wanted))
+        measured = [changed[:, ~np.isnan(clean)] for clean, changed in (*parts[-1].at_position.values(), *parts[-1].at_target.values())]
+        demand_finite(model, f"a metric without one {unit}", measured, check)
+        if check == "full":
+            demand_replayed(model, batch, changes, check)
     if all(np.isnan(clean).all() for p in parts for clean, _ in (*p.at_position.values(), *p.at_target.values())):
         raise InputError(f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus")
     df = frames.ablation(parts, changes, unit, method, frames.Labels(model.tokenizer, parsed))
@@ -146,6 +154,7 @@ def norms(
     """
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    choice("check", check, CHECKS)
     measures, sites = _several("measures", measures, growth.MEASURES), _several("sites", sites, SITES)
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
@@ -154,6 +163,7 @@ def norms(
         inside = np.sort(batch.index)
         places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
         parts.append(growth.measure_batch(model.module, model.anatomy, batch, places, sites, measures))
+        demand_finite(model, "a norm", [parts[-1].value], check)
     return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
 
 
@@ -176,12 +186,14 @@ def record(
     "positions" `[prompt, pos]` holds the positions, -1 at padding. Raises :class:`InputError`.
     """
     opened(model)
+    choice("check", check, CHECKS)
     chosen = resolve(model.anatomy, (sites,) if isinstance(sites, str) else tuple(sites))
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in where]
     for batch in watched(batches(parsed, max_tokens), progress, "record"):
         for name, value in record_batch(model.module, model.anatomy, batch, chosen).items():
+            demand_finite(model, name, [value[batch.mask].float().numpy()], check)
             for row, prompt in enumerate(batch.index):
                 tensor = value[row, torch.from_numpy(where[prompt])]
                 is_pattern = chosen[name] == "pattern"
@@ -262,6 +274,29 @@ def watched(items: list, progress: bool, title: str) -> Iterable:
     return tqdm(items, desc=title, unit="batch", disable=not progress)
 
 
+def demand_finite(model: Model, what: str, values: Iterable[np.ndarray], check: bool | str) -> None:
+    """Refuse (or warn of) values that are not numbers, as a float16 stream that overflows gives."""
+    bad = sum(int((~np.isfinite(v)).sum()) for v in values) if check is not False else 0
+    if bad:
+        complain(NumericError(f"{model.name}: {what} is not finite in {bad} places"), check)
+
+
+def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant], check: bool | str) -> None:
+    """The middle change of a batch, by replay and by a plainly hooked forward pass."""
+    change = changes[len(changes) // 2]
+    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), 20 * dla.LIMITS[model.dtype]
+    if error > limit:
+        message = f"{model.name}: removal at layer {change.layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
+        complain(NumericError(message), check)
+
+
+def complain(error: StreamLensError, check: bool | str) -> None:
+    """Raise, or only warn where that was asked for."""
+    if check != "warn":
+        raise error
+    warnings.warn(str(error), stacklevel=4)
+
+
 def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool | str) -> None:
     """The sum rule, at every row of a batch."""
     limit = dla.LIMITS[model.dtype]
@@ -274,10 +309,7 @@ def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool |
         f"{model.name}: contributions miss the logit by {error:.2g} of sum|parts| (limit {limit:.0e}) "
         f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
     )
-    if check == "warn":
-        warnings.warn(message, stacklevel=3)
-    else:
-        raise AdditivityError(message)
+    complain(AdditivityError(message), check)
 
 
 def check_printed(model: Model, prompts: Prompts, batch: TokenBatch, shares: dla.Shares) -> None:

@@ -24,6 +24,10 @@ class AdditivityError(StreamLensError):
     """Contributions do not sum to the logit within the limit of the dtype. The message names model, prompt, position and error."""
 
 
+class NumericError(StreamLensError):
+    """A measured value is not finite, or a replay misses what the model does. The message names the model, what was measured and by how much."""
+
+
 def choice(parameter: str, value: object, legal) -> None:
     """Raise :class:`InputError` unless `value` is one of `legal`."""
     legal = list(legal)

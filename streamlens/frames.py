@@ -81,7 +81,9 @@ def component_columns(components: Sequence[Component], times: int) -> dict:
     kinds = list(dict.fromkeys(c.kind for c in components))
     codes = np.array([kinds.index(c.kind) for c in components], dtype=np.int8)
     numbers = {n: np.array([getattr(c, n) for c in components], dtype=np.int32) for n in ("layer", "sublayer", "head")}
-    return {"component": pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)} | {n: np.tile(v, times) for n, v in numbers.items()}
+    return {"component": pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)} | {
+        n: np.tile(v, times) for n, v in numbers.items()
+    }
 
 
 def carried(prompts: Prompts, prompt: np.ndarray) -> dict:
@@ -119,7 +121,10 @@ def _removal_parts(removal: Removal, changes: Sequence[Variant], labels: Labels)
     """One frame a metric, without the rows whose inputs are absent."""
     none = np.full(len(removal.prompt), NONE)
     r = removal.readouts
-    groups = ((removal.prompt, removal.position, none, none, removal.at_position), (r.prompt, r.position, r.target, r.versus, removal.at_target))
+    groups = (
+        (removal.prompt, removal.position, none, none, removal.at_position),
+        (r.prompt, r.position, r.target, r.versus, removal.at_target),
+    )
     for prompt, position, target, versus, metrics in groups:
         for name, (clean, changed) in metrics.items():
             rows = np.flatnonzero(~np.isnan(clean))
@@ -128,9 +133,14 @@ def _removal_parts(removal: Removal, changes: Sequence[Variant], labels: Labels)
             n = len(changes)
             columns = place_columns(labels, prompt[rows], position[rows]) | target_columns(labels, target[rows], versus[rows])
             columns = {key: repeat(values, n) for key, values in (columns | {"clean": clean[rows]}).items()}
-            columns |= {key: np.tile(np.array([getattr(c, key) for c in changes], dtype=np.int32), len(rows)) for key in ("layer", "sublayer")}
+            columns |= {
+                key: np.tile(np.array([getattr(c, key) for c in changes], dtype=np.int32), len(rows)) for key in ("layer", "sublayer")
+            }
             columns |= {"span": np.ones(len(rows) * n, dtype=np.int32), "head": np.full(len(rows) * n, NONE, dtype=np.int32)}
-            columns |= {"ablated": changed[:, rows].T.reshape(-1), "metric": pd.Categorical.from_codes(np.zeros(len(rows) * n, dtype=np.int8), [name])}
+            columns |= {
+                "ablated": changed[:, rows].T.reshape(-1),
+                "metric": pd.Categorical.from_codes(np.zeros(len(rows) * n, dtype=np.int8), [name]),
+            }
             columns["delta"] = columns["ablated"] - columns["clean"]
             columns |= {"unit": pd.Categorical([""] * len(rows) * n), "method": pd.Categorical([""] * len(rows) * n)}
             columns |= {key: values.repeat(n) for key, values in carried(labels.prompts, prompt[rows]).items()}
@@ -152,7 +162,9 @@ def norms(parts: Iterable[Sites], labels: Labels) -> pd.DataFrame:
         columns[name] = np.tile(np.repeat(np.array([s[index] for s in first.sites], dtype=np.int32), len(measures)), len(order))
     columns["head"] = np.full(len(order) * n, NONE, dtype=np.int32)
     columns["site"] = pd.Categorical.from_codes(np.tile(codes, len(order)), categories=kinds)
-    columns["measure"] = pd.Categorical.from_codes(np.tile(np.arange(len(measures), dtype=np.int8), n // len(measures) * len(order)), categories=measures)
+    columns["measure"] = pd.Categorical.from_codes(
+        np.tile(np.arange(len(measures), dtype=np.int8), n // len(measures) * len(order)), categories=measures
+    )
     columns["value"] = value[order].reshape(-1)
     columns |= {k: v.repeat(n) for k, v in carried(labels.prompts, prompt[order]).items()}
     return schema.apply(pd.DataFrame(columns, copy=False), "norms")

@@ -10,7 +10,8 @@ import transformers
 
 import streamlens as sl
 from streamlens import api, schema
-from streamlens.errors import InputError, SourceError, StreamLensError, UnsupportedModelError
+from streamlens.errors import InputError, NumericError, SourceError, StreamLensError, UnsupportedModelError
+from streamlens.measure import growth
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
@@ -189,9 +190,41 @@ def test_growth_rate_of_layers_out_of_range(llama):
         sl.growth_rate(df, layers=(0, 9))
 
 
-def test_versus_mean_with_a_softcap_is_refused():
-    with pytest.raises(InputError, match="versus='mean' needs logits without a softcap"):
-        sl.attribute(tiny.proven("gemma2"), PROMPTS, target=11, versus="mean")
+def test_versus_mean_with_a_softcap_is_the_centred_printed_logit():
+    model = tiny.proven("gemma2")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    df = sl.attribute(model, ids, target=11, versus="mean", check="full")
+    with torch.no_grad():
+        printed = model.module(ids).logits[0, -1].double()
+    assert df.logit.iloc[0] == pytest.approx(float(printed[11] - printed.mean()), abs=1e-4)
+    assert df.contribution.sum() == pytest.approx(df.logit.iloc[0], abs=1e-4)
+    assert (df.component == "softcap").sum() == 1
+
+
+@pytest.mark.parametrize("call", ["attribute", "ablate", "norms", "record"])
+def test_check_is_one_of_its_values(call):
+    model = tiny.proven("llama")
+    arguments = {"sites": ["z"]} if call == "record" else {}
+    with pytest.raises(InputError, match="check must be one of True, False, 'warn', 'full'; got 'nonsense'"):
+        getattr(sl, call)(model, [[5, 6, 7]], check="nonsense", **arguments)
+
+
+def test_a_removal_that_a_replay_gets_wrong_is_refused_by_the_full_check(monkeypatch):
+    model = tiny.proven("llama")
+    monkeypatch.setattr("streamlens.stream.replay.Replay.without_blocks", lambda replay, layers: replay._changed(resume=0) + 1)
+    sl.ablate(model, [[5, 6, 7]])
+    with pytest.raises(NumericError, match="removal at layer 1 by replay misses the hooked pass by"):
+        sl.ablate(model, [[5, 6, 7]], check="full")
+
+
+def test_norms_that_are_not_finite_are_refused(monkeypatch):
+    model = tiny.proven("llama")
+    monkeypatch.setitem(growth.MEASURES, "l2", lambda x: x.sum(-1) * float("inf"))
+    with pytest.raises(NumericError, match="a norm is not finite in"):
+        sl.norms(model, [[5, 6, 7]], measures="l2")
+    with pytest.warns(UserWarning, match="a norm is not finite in"):
+        sl.norms(model, [[5, 6, 7]], measures="l2", check="warn")
+    sl.norms(model, [[5, 6, 7]], measures="l2", check=False)
 
 
 def test_a_unit_that_the_layers_do_not_have_is_refused():

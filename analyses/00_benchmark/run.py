@@ -63,7 +63,8 @@ def attribution(rounds: int) -> None:
     seconds = alternate(sides, rounds)
     rows = len(sides["attribute"]())
     report("attribution of 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "attribute", "plain"), 1.00)
-    print(f"    {rows} rows; plain {statistics.median(seconds['plain']):.2f} s; without logits {ratio(seconds, 'without logits', 'plain'):.2f} x")
+    median, bare = statistics.median(seconds["plain"]), ratio(seconds, "without logits", "plain")
+    print(f"    {rows} rows; plain {median:.2f} s; without logits {bare:.2f} x")
     del sides
     transformer_lens(model, ids, rounds)
 
@@ -101,7 +102,10 @@ def removal(rounds: int) -> None:
 
 
 def memory(_: int) -> None:
-    peaks = {side: int(subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True).split()[-1]) for side in ("plain", "attribute")}
+    peaks = {
+        side: int(subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True).split()[-1])
+        for side in ("plain", "attribute")
+    }
     report("peak memory of attribution of 4 x 256 tokens / plain forward pass", peaks["attribute"] / peaks["plain"], 1.2)
     print("    " + ", ".join(f"{side} {peak / 1024:.0f} MiB" for side, peak in peaks.items()))
 

@@ -18,7 +18,7 @@ from streamlens.measure import metrics as m
 from streamlens.measure.places import at, flat_index, with_top
 from streamlens.models.anatomy import Add, Anatomy
 from streamlens.prompts import Readouts, TokenBatch
-from streamlens.stream.replay import Replay, hooked_removal
+from streamlens.stream.replay import Replay, hooked_removal, places
 from streamlens.stream.unembed import Unembed
 
 UNITS = ("block", "attn", "mlp")
@@ -99,6 +99,17 @@ def remove_by_hooks(
     return Removal(*places, table.at_position, rows.readouts, table.at_target)
 
 
+def replay_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, change: Variant) -> float:
+    """How far a removal by replay is from a plainly hooked forward pass, over the largest value at the unembedding's input."""
+    zeroed = {(change.layer, path) for path in places(change.add)} if change.add else set()
+    with torch.no_grad(), hooked_removal(module, anatomy, removed=set() if change.add else {change.layer}, zeroed=zeroed) as run:
+        truth = run.hidden(batch.ids, batch.mask)[batch.mask]
+    with Replay(module, anatomy) as replay:
+        replay.record(batch.ids, batch.mask)
+        hidden = _changed(replay, change)[batch.mask]
+    return float((hidden - truth).abs().max() / truth.abs().max())
+
+
 class _Rows:
     """The (prompt, position)s at which anything is read, each once, ordered by place in the batch."""
 
@@ -125,13 +136,16 @@ class _Table:
         self.at_target = {name: empty(len(rows.target)) for name in m.TARGET_METRICS if name in wanted}
 
 
+def _changed(replay: Replay, change: Variant) -> Float[Tensor, "batch pos d_model"]:
+    return replay.without_blocks({change.layer}) if change.add is None else replay.without_write(change.layer, change.add)
+
+
 def _replayed(replay: Replay, changes: Sequence[Variant], rows: _Rows) -> Iterator[tuple[int, list[Tensor]]]:
     """Groups of changed unembedding inputs, at the rows that are read, as many as may be kept at once."""
     group: list[Tensor] = []
     start = 0
     for number, change in enumerate(changes):
-        hidden = replay.without_blocks({change.layer}) if change.add is None else replay.without_write(change.layer, change.add)
-        group.append(rows.of(hidden))
+        group.append(rows.of(_changed(replay, change)))
         if (len(group) + 1) * group[0].numel() > KEPT_ELEMENTS:
             yield start, group
             start, group = number + 1, []
@@ -140,7 +154,9 @@ def _replayed(replay: Replay, changes: Sequence[Variant], rows: _Rows) -> Iterat
 
 
 @torch.no_grad()
-def _measure(unembed: Unembed, rows: _Rows, clean: Tensor, hidden: list[Tensor], start: int, table: _Table, wanted: tuple[str, ...]) -> None:
+def _measure(
+    unembed: Unembed, rows: _Rows, clean: Tensor, hidden: list[Tensor], start: int, table: _Table, wanted: tuple[str, ...]
+) -> None:
     """Chunk by chunk of rows, so that the clean logits are made once and no more than a chunk of them is held."""
     for chunk in unembed.chunks(len(clean)):
         base = m.Clean(unembed.logits(clean[chunk]))

@@ -40,7 +40,9 @@ class Clean:
         return self.logits.argmax(-1)
 
 
-def loss(logits: Float[Tensor, "row vocab"], log_normalizer: Float[Tensor, " row"], following: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+def loss(
+    logits: Float[Tensor, "row vocab"], log_normalizer: Float[Tensor, " row"], following: Int[Tensor, " row"]
+) -> Float[Tensor, " row"]:
     """-log p of the prompt's own next token; nan where there is none (`following` -1)."""
     value = log_normalizer - logits.gather(-1, following.clamp_min(0)[:, None])[:, 0]
     return torch.where(following < 0, torch.nan, value)

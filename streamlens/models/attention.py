@@ -41,7 +41,9 @@ def watched_attention(module: nn.Module, see: SeeAttention) -> Iterator[None]:
 
 def returned_pattern(output: object, n_heads: int) -> Float[Tensor, "batch head pos source"] | None:
     """The attention weights that a family returns beside its output, where it does."""
-    weights = [o for o in output if isinstance(o, Tensor) and o.dim() == 4 and o.shape[1] == n_heads] if isinstance(output, (tuple, list)) else []
+    weights = (
+        [o for o in output if isinstance(o, Tensor) and o.dim() == 4 and o.shape[1] == n_heads] if isinstance(output, (tuple, list)) else []
+    )
     return weights[0] if weights else None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models import structure as tree
 from streamlens.models.anatomy import Add, Anatomy, Layer, Segment, Write
+from streamlens.models.attention import watched_attention
 from streamlens.models.norms import NormForm, fit
 from streamlens.models.structure import Structure, structure
 from streamlens.stream.readout import Readout
@@ -37,6 +38,7 @@ class Call:
     linear: str | None = None  # reader: the linear map inside that finished last
     linear_y: Tensor | None = None
     z_width: int = 0
+    n_heads: int = 0  # reader: heads of the queries that it handed to its attention function
 
 
 def discover(module: nn.Module, ids: Tensor) -> Anatomy:
@@ -54,7 +56,9 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
         n_vocab=weight.shape[0],
         embed=found.embed,
         pos_embeds=found.pos_embeds,
-        layers=tuple(Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),), False) for c in calls if c.what == "block"),
+        layers=tuple(
+            Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),), False) for c in calls if c.what == "block"
+        ),
         readers=found.readers,
         norms=forms,
         unembed=found.unembed,
@@ -83,7 +87,8 @@ def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call],
     calls: list[Call] = []
     linears: dict[str, tuple[str, int, Tensor]] = {}
     opened: dict[tuple[str, str], Tensor] = {}
-    with Run(module, found.blocks, found.unembed) as run:
+    heads: list[int] = []  # of the attention function's calls since the last sublayer ended
+    with Run(module, found.blocks, found.unembed) as run, watched_attention(module, lambda q, *_: heads.append(q.shape[1])):
 
         def watch(what: str, path: str) -> None:
             run.on_input(path, lambda _, named: opened.__setitem__((what, path), _flat(_stream(named))))
@@ -94,7 +99,9 @@ def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call],
             layer = layer if what == "block" or run.inside else -1
             if what != "reader" or last is None:
                 return Call(what, layer, path, x, _flat(out))
-            return Call(what, layer, path, x, _flat(out), last[0], last[2], last[1])
+            n_heads = heads[0] if heads and len(set(heads)) == 1 else 0
+            heads.clear()
+            return Call(what, layer, path, x, _flat(out), last[0], last[2], last[1], n_heads)
 
         for reader in found.readers:
             for name, inner in module.get_submodule(reader).named_modules(prefix=reader):
@@ -132,7 +139,7 @@ def _candidates(module: nn.Module, calls: Iterable[Call]) -> dict[int, list[Writ
         if call.what == "block":
             found.setdefault(call.layer, [])
         elif call.what == "reader":
-            found.setdefault(call.layer, []).append(_write(module, call, n_heads if isinstance(n_heads, int) else 0))
+            found.setdefault(call.layer, []).append(_write(module, call, call.n_heads or (n_heads if isinstance(n_heads, int) else 0)))
     return found
 
 
@@ -236,9 +243,10 @@ class _Program:
         values = [self.stream, *(value for _, _, value in self.pending)]
         factors = self._fits(target, values)
         if factors is None:
+            writes = ", ".join(w.output for ws, _, _ in self.pending for w in ws) or "none found"
             raise UnsupportedModelError(
-                f"layer {self.layer} ({self.block.path}): the stream is not its input plus its writes "
-                f"({', '.join(w.output for ws, _, _ in self.pending for w in ws) or 'none found'}); off by {self._misfit(target, values):.2g} of its largest value"
+                f"layer {self.layer} ({self.block.path}): the stream is not its input plus its writes ({writes}); "
+                f"off by {self._misfit(target, values):.2g} of its largest value"
             )
         scale = factors[0]
         stream = self.stream

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from dataclasses import dataclass, field
 
 import torch
@@ -77,10 +79,16 @@ def understand(module: nn.Module, trusted: bool = False) -> tuple[Anatomy, Proof
     """
     try:
         return prove(module, discover(module, probe_ids(module)), skip=trusted)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError, LookupError) as error:
-        if isinstance(error, StreamLensError):
+        if isinstance(error, (StreamLensError, torch.OutOfMemoryError)) or _ours(error):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise UnsupportedModelError(f"{type(module).__name__} cannot be read: its forward pass fails while it is watched ({reason})") from error
+        raise UnsupportedModelError(
+            f"{type(module).__name__} cannot be read: its forward pass fails while it is watched ({reason})"
+        ) from error
+
+
+def _ours(error: BaseException) -> bool:
+    """Whether an error was raised by this package's code or by its shape checker, and so is a bug and no property of the model."""
+    where = traceback.extract_tb(error.__traceback__)[-1].filename
+    return any(f"{os.sep}{package}{os.sep}" in where for package in ("streamlens", "jaxtyping", "beartype"))

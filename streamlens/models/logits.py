@@ -30,7 +30,8 @@ def fit_logit_map(module: nn.Module, raw: Float[Tensor, "*rows vocab"], logits: 
         if error <= limit:
             return candidate
     raise UnsupportedModelError(
-        f"{type(module).__name__}: the printed logits are not the unembedding's output times a number, capped or not; off by {min(errors):.2g} of the largest"
+        f"{type(module).__name__}: the printed logits are not the unembedding's output times a number, capped or not; "
+        f"off by {min(errors):.2g} of the largest"
     )
 
 

@@ -37,7 +37,7 @@ def placement_facts(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> dict[st
 
 @torch.no_grad()
 def embedding_multiplier(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> float:
-    """What the token's row of the embedding matrix is multiplied with on its way into the stream; nan where more than that happens to it."""
+    """What the token's row of the embedding matrix is multiplied with on its way into the stream; nan where it is more than that."""
     entered: list[Tensor] = []
     with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
         watch_sites(run, anatomy, ("resid_pre",), lambda site, layer, sub, x: entered.append(x.double()) if layer == 0 else None)

@@ -54,8 +54,13 @@ def resolve(anatomy: Anatomy, sites: Collection[str]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def record_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, chosen: dict[str, str]) -> dict[str, Float[Tensor, "batch pos *rest"]]:
-    """The chosen tensors of one batch, on the CPU; pattern is `[batch, pos, head, source]`. Raises InputError for an attention that shows none."""
+def record_batch(
+    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, chosen: dict[str, str]
+) -> dict[str, Float[Tensor, "batch pos *rest"]]:
+    """The chosen tensors of one batch, on the CPU; pattern is `[batch, pos, head, source]`.
+
+    Raises :class:`InputError` for an attention that shows none.
+    """
     kept: dict[str, Tensor] = {}
 
     def see(name: str, value: Tensor) -> None:
@@ -73,7 +78,9 @@ def record_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, chosen:
             run.hidden(batch.ids, batch.mask)
     missing = sorted(chosen.keys() - kept.keys(), key=lambda n: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", n)])
     if missing:
-        raise InputError(f"sites: {missing[0]} cannot be had of this model: its attention neither looks its function up nor returns its weights")
+        raise InputError(
+            f"sites: {missing[0]} cannot be had of this model: its attention neither looks its function up nor returns its weights"
+        )
     return kept
 
 
@@ -91,7 +98,10 @@ def _watch_inside(run: Run, anatomy: Anatomy, sites: set[str], see: See) -> None
 
     def inside(layer: int, value: Tensor, write: Write) -> None:
         value = value.reshape(*run.shape, -1)
-        see(_write_name(layer, write, "z" if write.n_heads else "post"), value.unflatten(-1, (write.n_heads, -1)) if write.n_heads else value)
+        see(
+            _write_name(layer, write, "z" if write.n_heads else "post"),
+            value.unflatten(-1, (write.n_heads, -1)) if write.n_heads else value,
+        )
 
     for path, by_layer in inputs.items():
         run.on_output(path, lambda layer, out, x, by_layer=by_layer: inside(layer, x, by_layer[layer]) if layer in by_layer else None)
@@ -124,7 +134,7 @@ def _write_name(layer: int, write: Write, site: str) -> str | None:
     number = write.sublayer or ""
     if site == f"{write.kind}_out":
         return f"blocks.{layer}.hook_{site}{number}"
-    if write.kind == "attn" and (site == "z" and write.n_heads or site in ATTENTION):
+    if write.kind == "attn" and ((site == "z" and write.n_heads) or site in ATTENTION):
         return f"blocks.{layer}.attn{number}.{ATTENTION.get(site, 'hook_z')}"
     if site == "post" and write.kind == "mlp" and write.down:
         return f"blocks.{layer}.mlp{number}.hook_post"

@@ -64,7 +64,18 @@ class Unembed:
             return torch.zeros(len(target), dtype=self.wide, device=hidden.device)
         z_t, z_v = self.logit(hidden, target), self.logit(hidden, versus.clamp_min(0))
         bend_v = torch.where(versus == NO_VERSUS, torch.zeros_like(z_v), capped(z_v, cap) - z_v)
+        mean = versus == MEAN_VERSUS
+        if bool(mean.any()):
+            bend_v[mean] = self._mean_bend(hidden[mean], cap)
         return capped(z_t, cap) - z_t - bend_v
+
+    def _mean_bend(self, hidden: Float[Tensor, "row d_model"], cap: float) -> Float[Tensor, " row"]:
+        """What the cap adds to the mean over the vocabulary."""
+        means = []
+        for rows in self.chunks(len(hidden)):
+            z = self.module(hidden[rows].to(self.module.weight.dtype)).to(self.wide) * self.logit_map.multiplier
+            means.append((capped(z, cap) - z).mean(-1))
+        return torch.cat(means)
 
     def logits(self, hidden: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
         """All printed logits of the given rows."""
