@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 from dataclasses import replace
 from importlib.metadata import PackagePath
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ def wheels(tmp_path, monkeypatch):
         (folder / gguf.name).write_bytes(gguf.read_bytes())
         copies._write_manifest(folder)
 
-    monkeypatch.setattr(named.metadata, "distribution", distribution)
+    # Only what `named` sees: transformers looks its own dependencies up in the same way.
+    seen = SimpleNamespace(distribution=distribution, PackageNotFoundError=importlib.metadata.PackageNotFoundError)
+    monkeypatch.setattr(named, "metadata", seen)
     monkeypatch.setattr(copies, "_write", write)
     monkeypatch.setenv("STREAMLENS_CACHE", str(tmp_path / "cache"))
     return found
