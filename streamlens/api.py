@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from streamlens import frames
-from streamlens.errors import AdditivityError, InputError, NumericError, StreamLensError, choice
+from streamlens.arguments import chosen_layers, chosen_metrics, opened, parsed_for, several, watched
+from streamlens.checks import CHECKS, check_printed, check_sums, demand_finite, demand_replayed
+from streamlens.errors import InputError, choice
 from streamlens.measure import ablation as removal
 from streamlens.measure import attribution as dla
 from streamlens.measure import growth
-from streamlens.measure.metrics import METRICS
+from streamlens.measure.metrics import TARGET_METRICS
+from streamlens.measure.places import places_in
 from streamlens.models.card import config_facts
 from streamlens.models.loaded import Model, load
 from streamlens.models.placement import placement_facts
 from streamlens.models.verify import probe_ids
-from streamlens.prompts import Prompts, TokenBatch, batches, parse, readouts
+from streamlens.prompts import NO_READOUTS, batches, readouts
 from streamlens.prompts import positions as positions_of
-from streamlens.prompts.plain import is_index
 from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
 
 __all__ = ["Model", "ablate", "attribute", "card", "load", "norms", "record"]
-
-CHECKS = (True, False, "warn", "full")
-"""Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -98,7 +95,8 @@ def ablate(
     `positions`: where metrics are read, "all" by default with `target` "next", "last" where a target is given.
 
     `metrics`, all that have their inputs by default: loss (-log p of the prompt's own next token, nats), kl (clean || ablated, nats),
-    top1_agree; target_logit and logit_diff (logits), target_rank (tokens strictly above the target). Raises :class:`InputError`.
+    top1_agree; target_logit and logit_diff (logits), target_rank (tokens strictly above the target). `check="full"` compares one
+    replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
 
     Sources: Veit et al. 2016 and Men et al. 2024 (block removal); see the README for what `remove` means at norms on the stream.
     """
@@ -114,7 +112,10 @@ def ablate(
         positions = "last" if given else "all"
     if target is None and parsed.targets is None:
         target = "top" if positions == "last" else "next"
-    rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
+    if given or set(wanted) & set(TARGET_METRICS):
+        rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
+    else:
+        rows = NO_READOUTS
     changes = removal.variants(model.anatomy, unit, chosen_layers(model, layers))
     if not changes:
         raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has one")
@@ -122,15 +123,15 @@ def ablate(
     parts = []
     for batch in watched(batches(parsed, max_tokens), progress, f"remove {unit}"):
         chosen = rows.take(np.isin(rows.prompt, batch.index))
-        inside = np.sort(batch.index)
-        places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
-        parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places, chosen, wanted))
+        parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places_in(batch, where), chosen, wanted))
         measured = [changed[:, ~np.isnan(clean)] for clean, changed in (*parts[-1].at_position.values(), *parts[-1].at_target.values())]
         demand_finite(model, f"a metric without one {unit}", measured, check)
         if check == "full":
             demand_replayed(model, batch, changes, check)
     if all(np.isnan(clean).all() for p in parts for clean, _ in (*p.at_position.values(), *p.at_target.values())):
-        raise InputError(f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus")
+        raise InputError(
+            f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus"
+        )
     df = frames.ablation(parts, changes, unit, method, frames.Labels(model.tokenizer, parsed))
     return frames.stamp(df, model, arguments)
 
@@ -155,14 +156,12 @@ def norms(
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     choice("check", check, CHECKS)
-    measures, sites = _several("measures", measures, growth.MEASURES), _several("sites", sites, SITES)
+    measures, sites = several("measures", measures, growth.MEASURES), several("sites", sites, SITES)
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
     parts = []
     for batch in watched(batches(parsed, max_tokens), progress, "norms"):
-        inside = np.sort(batch.index)
-        places = np.concatenate([np.full(len(where[i]), i) for i in inside]), np.concatenate([where[i] for i in inside])
-        parts.append(growth.measure_batch(model.module, model.anatomy, batch, places, sites, measures))
+        parts.append(growth.measure_batch(model.module, model.anatomy, batch, places_in(batch, where), sites, measures))
         demand_finite(model, "a norm", [parts[-1].value], check)
     return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
 
@@ -229,98 +228,3 @@ def card(model: Model) -> pd.DataFrame:
     facts["n_layers"] = model.n_layers
     facts |= placement_facts(model.module, model.anatomy, probe_ids(model.module))
     return frames.stamp(frames.card(model.name, facts), model, {})
-
-
-def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:
-    """The named metrics, all of them for None."""
-    return _several("metrics", metrics, METRICS)
-
-
-def chosen_layers(model: Model, layers: Sequence[int] | int | None) -> tuple[int, ...]:
-    """Layers by index, all of them for None, each once and in order."""
-    if layers is None:
-        return tuple(range(model.n_layers))
-    given = [layers] if isinstance(layers, int) else list(layers)
-    for layer in given:
-        if not is_index(layer) or not 0 <= layer < model.n_layers:
-            raise InputError(f"layers must be indices from 0 to {model.n_layers - 1}; got {layer!r}")
-    if not given:
-        raise InputError("layers must name at least one layer; got none")
-    return tuple(sorted({int(layer) for layer in given}))
-
-
-def _several(parameter: str, value: Sequence[str] | str | None, legal: Collection[str]) -> tuple[str, ...]:
-    given = tuple(legal) if value is None else (value,) if isinstance(value, str) else tuple(value)
-    for one in given:
-        choice(parameter, one, legal)
-    if not given:
-        raise InputError(f"{parameter} must name at least one of {', '.join(legal)}; got none")
-    return tuple(dict.fromkeys(given))
-
-
-def opened(model: object) -> None:
-    """Raise :class:`InputError` for what did not come from :func:`load`: a module whose stream nobody has proven."""
-    if not isinstance(model, Model):
-        raise InputError(f"model must come from sl.load(...); got {type(model).__name__}")
-
-
-def parsed_for(model: Model, prompts: object) -> Prompts:
-    """The prompts, within what this model can read."""
-    return parse(prompts, model.tokenizer, max_length=model.max_length, vocab_size=model.anatomy.n_vocab)
-
-
-def watched(items: list, progress: bool, title: str) -> Iterable:
-    """The items, with a progress bar on stderr where it is wanted."""
-    return tqdm(items, desc=title, unit="batch", disable=not progress)
-
-
-def demand_finite(model: Model, what: str, values: Iterable[np.ndarray], check: bool | str) -> None:
-    """Refuse (or warn of) values that are not numbers, as a float16 stream that overflows gives."""
-    bad = sum(int((~np.isfinite(v)).sum()) for v in values) if check is not False else 0
-    if bad:
-        complain(NumericError(f"{model.name}: {what} is not finite in {bad} places"), check)
-
-
-def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant], check: bool | str) -> None:
-    """The middle change of a batch, by replay and by a plainly hooked forward pass."""
-    change = changes[len(changes) // 2]
-    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), 20 * dla.LIMITS[model.dtype]
-    if error > limit:
-        message = f"{model.name}: removal at layer {change.layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
-        complain(NumericError(message), check)
-
-
-def complain(error: StreamLensError, check: bool | str) -> None:
-    """Raise, or only warn where that was asked for."""
-    if check != "warn":
-        raise error
-    warnings.warn(str(error), stacklevel=4)
-
-
-def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool | str) -> None:
-    """The sum rule, at every row of a batch."""
-    limit = dla.LIMITS[model.dtype]
-    worst = int(np.nan_to_num(shares.error, nan=np.inf).argmax())
-    error = float(shares.error[worst])
-    if error <= limit or check is False:
-        return
-    prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
-    message = (
-        f"{model.name}: contributions miss the logit by {error:.2g} of sum|parts| (limit {limit:.0e}) "
-        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
-    )
-    complain(AdditivityError(message), check)
-
-
-def check_printed(model: Model, prompts: Prompts, batch: TokenBatch, shares: dla.Shares) -> None:
-    """Every logit of a batch against what the model itself prints, to a few roundings of its dtype."""
-    limit = max(dla.LIMITS[model.dtype], 4 * torch.finfo(model.dtype).eps)
-    error = dla.printed_error(model.module, model.anatomy, batch, shares)
-    worst = int(np.nan_to_num(error, nan=np.inf).argmax())
-    if error[worst] <= limit:
-        return
-    prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
-    raise AdditivityError(
-        f"{model.name}: the logit misses what the model prints by {error[worst]:.2g} of the largest (limit {limit:.0e}) "
-        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
-    )

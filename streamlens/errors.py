@@ -25,7 +25,7 @@ class AdditivityError(StreamLensError):
 
 
 class NumericError(StreamLensError):
-    """A measured value is not finite, or a replay misses what the model does. The message names the model, what was measured and by how much."""
+    """A measured value is not finite, or a replay misses what the model does; the message says which, and by how much."""
 
 
 def choice(parameter: str, value: object, legal) -> None:

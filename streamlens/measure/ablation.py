@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from streamlens.measure import metrics as m
 from streamlens.measure.places import at, flat_index, with_top
 from streamlens.models.anatomy import Add, Anatomy
-from streamlens.prompts import Readouts, TokenBatch
+from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
 from streamlens.stream.replay import Replay, hooked_removal, places
 from streamlens.stream.unembed import Unembed
 
@@ -86,8 +86,7 @@ def remove_by_hooks(
     The reference of tests and benchmark; the metrics are by the same code.
     """
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    empty = np.zeros(0, dtype=np.int64)
-    rows = _Rows(batch, places, Readouts(empty, empty, empty, empty))
+    rows = _Rows(batch, places, NO_READOUTS)
     table = _Table(anatomy.n_layers, rows, wanted)
     with torch.no_grad(), hooked_removal(module, anatomy) as run:
         clean = rows.of(run.hidden(batch.ids, batch.mask))

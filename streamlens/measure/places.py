@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
@@ -16,6 +18,12 @@ def flat_index(batch: TokenBatch, prompt: Int64[np.ndarray, " row"], position: I
     row_of = np.full(int(batch.index.max()) + 1, -1)
     row_of[batch.index] = np.arange(len(batch.index))
     return row_of[prompt] * batch.ids.shape[1] + position
+
+
+def places_in(batch: TokenBatch, where: Sequence[np.ndarray]) -> tuple[Int64[np.ndarray, " row"], Int64[np.ndarray, " row"]]:
+    """(prompt, position) of every place that is read in a batch, ordered by prompt; `where` holds each prompt's positions."""
+    inside = np.sort(batch.index)
+    return np.repeat(inside, [len(where[i]) for i in inside]), np.concatenate([where[i] for i in inside])
 
 
 def at(hidden: Float[Tensor, "batch pos width"], flat: np.ndarray) -> Float[Tensor, "row width"]:

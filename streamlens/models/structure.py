@@ -37,7 +37,9 @@ def structure(module: nn.Module) -> Structure:
     paths = {m: path for path, m in reversed(list(module.named_modules()))}
     embed, unembed = module.get_input_embeddings(), module.get_output_embeddings()
     if embed is None or unembed is None:
-        raise UnsupportedModelError(f"{type(module).__name__} names no input or output embeddings; streamlens reads decoders with a language-model head")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} names no input or output embeddings: not a decoder with a language-model head"
+        )
     stack = _blocks(module)
     blocks = tuple(f"{stack}.{i}" for i in range(len(module.get_submodule(stack))))
     readers, norms = [], []
@@ -46,7 +48,7 @@ def structure(module: nn.Module) -> Structure:
             (norms if is_norm else readers).append(child)
     outside = [(path, m) for path, m in module.named_modules() if not path.startswith(stack + ".") and m not in (embed, unembed)]
     norms += [path for path, m in outside if looks_like_norm(m) and not path.startswith(paths[unembed])]
-    positions = tuple(path for path, m in outside if "embed" in type(m).__name__.lower() and "rotary" not in type(m).__name__.lower() and path)
+    positions = tuple(path for path, m in outside if path and re.search(r"^(?!.*rotary).*embed", type(m).__name__, re.I))
     return Structure(paths[embed], paths[unembed], blocks, tuple(readers), tuple(norms), positions)
 
 

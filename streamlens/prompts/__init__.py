@@ -5,13 +5,14 @@ from importlib import import_module
 from .batches import TokenBatch, batches
 from .parse import Prompts, parse
 from .positions import positions
-from .targets import MEAN, NONE, TOP, Readouts, fill_top, readouts
+from .targets import MEAN, NO_READOUTS, NONE, TOP, Readouts, fill_top, readouts
 
 _BUNDLED = ("all_bundled", "bundled", "bundled_names")
 
 __all__ = [
     "MEAN",
     "NONE",
+    "NO_READOUTS",
     "TOP",
     "Prompts",
     "Readouts",

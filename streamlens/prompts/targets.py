@@ -41,6 +41,9 @@ class Readouts:
         return Readouts(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
+NO_READOUTS = Readouts(*(np.zeros(0, dtype=np.int64) for _ in fields(Readouts)))
+
+
 def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, versus: object = None, positions: object = None) -> Readouts:
     """Resolve targets, versus and positions to one row a logit that is read.
 

@@ -133,8 +133,8 @@ class Readout:
     def _full(self, out: Tensor) -> Tensor:
         """A broadcast embedding (`[1, pos, d_model]` or `[pos, d_model]`) at every prompt of the batch."""
         batch, pos = self._run.shape
-        if out.dim() not in (2, 3) or out.shape[-2] != pos or out.dim() == 3 and out.shape[0] not in (1, batch):
-            raise UnsupportedModelError(f"an embedding gives {list(out.shape)} for tokens of shape {[batch, pos]}, where one vector a token was expected")
+        if out.dim() not in (2, 3) or out.shape[-2] != pos or (out.dim() == 3 and out.shape[0] not in (1, batch)):
+            raise UnsupportedModelError(f"an embedding gives {list(out.shape)} for tokens of shape {[batch, pos]}: not one vector a token")
         return out.expand(*self._run.shape, out.shape[-1])
 
 

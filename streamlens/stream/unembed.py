@@ -48,7 +48,9 @@ class Unembed:
         bias = bias_of(self.module)
         if bias is None:
             return torch.zeros(len(target), dtype=self.wide, device=target.device)
-        minus = torch.where(versus == NO_VERSUS, torch.zeros((), dtype=self.wide, device=bias.device), self._rows(bias, versus.clamp_min(0)))
+        minus = torch.where(
+            versus == NO_VERSUS, torch.zeros((), dtype=self.wide, device=bias.device), self._rows(bias, versus.clamp_min(0))
+        )
         minus = torch.where(versus == MEAN_VERSUS, bias.to(self.wide).mean(), minus)
         return (self._rows(bias, target) - minus) * self.logit_map.multiplier
 
@@ -57,7 +59,9 @@ class Unembed:
         none = torch.full_like(token, NO_VERSUS)
         return (hidden.to(self.wide) * self.direction(token, none)).sum(-1) + self.bias(token, none)
 
-    def softcap(self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+    def softcap(
+        self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"], versus: Int[Tensor, " row"]
+    ) -> Float[Tensor, " row"]:
         """What the cap adds to each logit or logit difference: [cap(z_t) - cap(z_v)] - [z_t - z_v]."""
         cap = self.logit_map.cap
         if cap is None:

@@ -1,0 +1,57 @@
+"""What a call was given, read once: models, prompts, layers, metrics. Bad input gets one line that names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from tqdm import tqdm
+
+from streamlens.errors import InputError, choice
+from streamlens.measure.metrics import METRICS
+from streamlens.models.loaded import Model
+from streamlens.prompts import Prompts, parse
+from streamlens.prompts.plain import is_index
+
+
+def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:
+    """The named metrics, all of them for None."""
+    return several("metrics", metrics, METRICS)
+
+
+def chosen_layers(model: Model, layers: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Layers by index, all of them for None, each once and in order."""
+    if layers is None:
+        return tuple(range(model.n_layers))
+    given = [layers] if isinstance(layers, int) else list(layers)
+    for layer in given:
+        if not is_index(layer) or not 0 <= layer < model.n_layers:
+            raise InputError(f"layers must be indices from 0 to {model.n_layers - 1}; got {layer!r}")
+    if not given:
+        raise InputError("layers must name at least one layer; got none")
+    return tuple(sorted({int(layer) for layer in given}))
+
+
+def several(parameter: str, value: Sequence[str] | str | None, legal: Collection[str]) -> tuple[str, ...]:
+    """One or several of the legal words, all of them for None, each once."""
+    given = tuple(legal) if value is None else (value,) if isinstance(value, str) else tuple(value)
+    for one in given:
+        choice(parameter, one, legal)
+    if not given:
+        raise InputError(f"{parameter} must name at least one of {', '.join(legal)}; got none")
+    return tuple(dict.fromkeys(given))
+
+
+def opened(model: object) -> None:
+    """Raise :class:`InputError` for what did not come from :func:`load`: a module whose stream nobody has proven."""
+    if not isinstance(model, Model):
+        raise InputError(f"model must come from sl.load(...); got {type(model).__name__}")
+
+
+def parsed_for(model: Model, prompts: object) -> Prompts:
+    """The prompts, within what this model can read."""
+    return parse(prompts, model.tokenizer, max_length=model.max_length, vocab_size=model.anatomy.n_vocab)
+
+
+def watched(items: list, progress: bool, title: str) -> Iterable:
+    """The items, with a progress bar on stderr where it is wanted."""
+    return tqdm(items, desc=title, unit="batch", disable=not progress)

@@ -1,0 +1,70 @@
+"""What a call found, held against the contract: sums, printed logits, replays, finite values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from streamlens.errors import AdditivityError, NumericError, StreamLensError
+from streamlens.measure import ablation as removal
+from streamlens.measure import attribution as dla
+from streamlens.models.loaded import Model
+from streamlens.prompts import Prompts, TokenBatch
+
+CHECKS = (True, False, "warn", "full")
+"""Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
+
+
+def demand_finite(model: Model, what: str, values: Iterable[np.ndarray], check: bool | str) -> None:
+    """Refuse (or warn of) values that are not numbers, as a float16 stream that overflows gives."""
+    bad = sum(int((~np.isfinite(v)).sum()) for v in values) if check is not False else 0
+    if bad:
+        complain(NumericError(f"{model.name}: {what} is not finite in {bad} places"), check)
+
+
+def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant], check: bool | str) -> None:
+    """The middle change of a batch, by replay and by a plainly hooked forward pass."""
+    change = changes[len(changes) // 2]
+    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), 20 * dla.LIMITS[model.dtype]
+    if error > limit:
+        message = f"{model.name}: removal at layer {change.layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
+        complain(NumericError(message), check)
+
+
+def complain(error: StreamLensError, check: bool | str) -> None:
+    """Raise, or only warn where that was asked for."""
+    if check != "warn":
+        raise error
+    warnings.warn(str(error), stacklevel=4)
+
+
+def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool | str) -> None:
+    """The sum rule, at every row of a batch."""
+    limit = dla.LIMITS[model.dtype]
+    worst = int(np.nan_to_num(shares.error, nan=np.inf).argmax())
+    error = float(shares.error[worst])
+    if error <= limit or check is False:
+        return
+    prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
+    message = (
+        f"{model.name}: contributions miss the logit by {error:.2g} of sum|parts| (limit {limit:.0e}) "
+        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
+    )
+    complain(AdditivityError(message), check)
+
+
+def check_printed(model: Model, prompts: Prompts, batch: TokenBatch, shares: dla.Shares) -> None:
+    """Every logit of a batch against what the model itself prints, to a few roundings of its dtype."""
+    limit = max(dla.LIMITS[model.dtype], 4 * torch.finfo(model.dtype).eps)
+    error = dla.printed_error(model.module, model.anatomy, batch, shares)
+    worst = int(np.nan_to_num(error, nan=np.inf).argmax())
+    if error[worst] <= limit:
+        return
+    prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
+    raise AdditivityError(
+        f"{model.name}: the logit misses what the model prints by {error[worst]:.2g} of the largest (limit {limit:.0e}) "
+        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
+    )
