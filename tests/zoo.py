@@ -8,9 +8,7 @@ ones, zeros and tiny weights hide bugs.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -80,6 +78,7 @@ _SHARED_KV = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": 
 _HYBRID = {"layer_types": [_LINEAR, _FULL, _LINEAR]}
 _MLA = {"num_key_value_heads": N_HEADS}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HALF_ROTARY = {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}
 _FALCON_H1 = {
     "lm_head_multiplier": 0.5,
     "embedding_multiplier": 3.0,
@@ -91,13 +90,22 @@ _BLT_PART = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4
 _BLT = {"global_config": _BLT_PART, "patcher_config": _BLT_PART | {"vocab_size": 100}, "encoder_hash_byte_group_vocab": 50} | {
     f"{part}_config": _BLT_PART | {"vocab_size": 100, "hidden_size_global": 48} for part in ("encoder", "decoder")
 }
-_DOTS3_SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8} | {
+_DOTS3_SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8,
     "swa_head_dim": 12,
     "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 12,
 }
 _QWEN4_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2}
-_PERSIMMON = {"model_type": "persimmon", "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64} | {
+_PERSIMMON = {
+    "model_type": "persimmon",
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
@@ -110,16 +118,19 @@ _TINY_VISION = {
     "image_size": 28,
     "crop_size": 28,
 }
-_TINY_AUDIO = {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2, "ext_pw_out_channel": 16} | {
+_TINY_AUDIO = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_blocks": 1,
+    "num_attention_heads": 2,
+    "ext_pw_out_channel": 16,
     "depthwise_separable_out_channel": 16,
     "nemo_conv_channels": 16,
 }
 _SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-
-
-def _half_rotary(theta: float = 10000.0) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}}
-
+_MINIMAX = dict.fromkeys(("full_attn_alpha_factor", "linear_attn_beta_factor", "mlp_alpha_factor"), 0.9) | dict.fromkeys(
+    ("full_attn_beta_factor", "linear_attn_alpha_factor", "mlp_beta_factor"), 1.1
+)
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # learned, sinusoidal and no positions; GPT-like blocks
@@ -130,9 +141,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("CodeGenConfig", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
     "gpt_bigcode_mha": ("GPTBigCodeConfig", {"multi_query": False}),
-    "gpt_neox": ("GPTNeoXConfig", _half_rotary()),
-    "gpt_neox_sequential": ("GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False} | _half_rotary()),
-    "gpt_neox_tied": ("GPTNeoXConfig", {"tie_word_embeddings": True} | _half_rotary()),
+    "gpt_neox": ("GPTNeoXConfig", _HALF_ROTARY),
+    "gpt_neox_sequential": ("GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False} | _HALF_ROTARY),
+    "gpt_neox_tied": ("GPTNeoXConfig", {"tie_word_embeddings": True} | _HALF_ROTARY),
     "gpt_neox_japanese": ("GPTNeoXJapaneseConfig", {}),
     "openai_gpt": ("OpenAIGPTConfig", {}),
     "ctrl": ("CTRLConfig", {}),
@@ -155,8 +166,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_11b": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
     "falcon_rw": ("FalconConfig", {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}),
     "falcon_alibi_parallel": ("FalconConfig", {"alibi": True, "bias": True, "multi_query": False}),
-    "persimmon": ("PersimmonConfig", _half_rotary()),
-    "persimmon_no_qk_norm": ("PersimmonConfig", {"qk_layernorm": False} | _half_rotary()),
+    "persimmon": ("PersimmonConfig", _HALF_ROTARY),
+    "persimmon_no_qk_norm": ("PersimmonConfig", {"qk_layernorm": False} | _HALF_ROTARY),
     "cpmant": ("CpmAntConfig", {}),
     "git": ("GitConfig", {"vision_config": _TINY_VISION}),
     "reformer": (
@@ -181,13 +192,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_sliding_tied": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {}),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
-    "phi": ("PhiConfig", _half_rotary()),
-    "phi_qk_norm": ("PhiConfig", {"qk_layernorm": True} | _half_rotary()),
+    "phi": ("PhiConfig", _HALF_ROTARY),
+    "phi_qk_norm": ("PhiConfig", {"qk_layernorm": True} | _HALF_ROTARY),
     "phi3": ("Phi3Config", {}),
     "phi4_multimodal": ("Phi4MultimodalConfig", {"vision_config": _TINY_VISION, "audio_config": _TINY_AUDIO}),
-    "stablelm": ("StableLmConfig", _half_rotary()),
-    "stablelm_qkv_bias": ("StableLmConfig", {"use_qkv_bias": True} | _half_rotary()),
-    "stablelm_parallel_qk_norm": ("StableLmConfig", {"use_parallel_residual": True, "qk_layernorm": True} | _half_rotary()),
+    "stablelm": ("StableLmConfig", _HALF_ROTARY),
+    "stablelm_qkv_bias": ("StableLmConfig", {"use_qkv_bias": True} | _HALF_ROTARY),
+    "stablelm_parallel_qk_norm": ("StableLmConfig", {"use_parallel_residual": True, "qk_layernorm": True} | _HALF_ROTARY),
     "starcoder2": ("Starcoder2Config", {}),
     "starcoder2_untied": ("Starcoder2Config", {"tie_word_embeddings": False}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
@@ -205,16 +216,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("DiffLlamaConfig", {}),
     "doge": ("DogeConfig", {}),
     "doge_moe": ("DogeConfig", {"is_moe": True}),
-    "nemotron": ("NemotronConfig", _half_rotary()),
+    "nemotron": ("NemotronConfig", _HALF_ROTARY),
     "emu3": ("Emu3TextConfig", dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)),
     "fuyu": ("FuyuConfig", {"text_config": _PERSIMMON, "patch_size": 4}),
     "moshi": ("MoshiConfig", {}),
     "mllama": ("MllamaTextConfig", {"bos_token_id": 0, "eos_token_id": 0, "cross_attention_layers": []}),
-    "glm": ("GlmConfig", _half_rotary()),
+    "glm": ("GlmConfig", _HALF_ROTARY),
     "nanochat": ("NanoChatConfig", {}),
     "modernbert_decoder": ("ModernBertDecoderConfig", {"local_attention": 4} | dict.fromkeys(_TOKEN_IDS, 0)),
     # sandwich and reordered norms, caps, multipliers
-    "glm4": ("Glm4Config", _half_rotary()),
+    "glm4": ("Glm4Config", _HALF_ROTARY),
     "gemma": ("GemmaConfig", {}),
     "gemma2": ("Gemma2Config", _ALTERNATING),
     "gemma2_untied": ("Gemma2Config", {"tie_word_embeddings": False} | _ALTERNATING),
@@ -225,6 +236,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("Gemma3nTextConfig", _SHARED_KV | {"activation_sparsity_pattern": [0.0] * 4, "num_kv_shared_layers": 0}),
     "gemma3n_shared_kv": ("Gemma3nTextConfig", _SHARED_KV | {"activation_sparsity_pattern": [0.0] * 4}),
     "gemma3n_sparse": ("Gemma3nTextConfig", _SHARED_KV | {"activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0]}),
+    "gemma4": ("Gemma4TextConfig", _SHARED_KV | {"num_kv_shared_layers": 0, "global_head_dim": 16}),
     "gemma4_shared_kv": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "final_logit_softcapping": 8.0}),
     "gemma4_wide_heads": ("Gemma4TextConfig", _SHARED_KV | {"num_kv_shared_layers": 0, "global_head_dim": 32}),
     "gemma4_no_per_layer_input": ("Gemma4TextConfig", _ALTERNATING | {"global_head_dim": 16, "hidden_size_per_layer_input": 0}),
@@ -235,7 +247,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4_wide_mlp": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "use_double_wide_mlp": True}),
     "gemma4_moe": ("Gemma4TextConfig", _SHARED_KV | {"global_head_dim": 16, "enable_moe_block": True, "top_k_experts": 2}),
     "gemma4_unified": ("Gemma4UnifiedTextConfig", _ALTERNATING | {"global_head_dim": 16}),
-    "gemma4": ("Gemma4TextConfig", _SHARED_KV | {"num_kv_shared_layers": 0, "global_head_dim": 16}),
     "olmo": ("OlmoConfig", {}),
     "olmo_clip": ("OlmoConfig", {"clip_qkv": 1.0}),
     "olmo2": ("Olmo2Config", {}),
@@ -286,14 +297,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_top_k": 2},
         },
     ),
-    "minimax": ("MiniMaxConfig", {}),
+    "minimax": ("MiniMaxConfig", _MINIMAX),
     "minimax_m2": ("MiniMaxM2Config", {}),
     "minimax_m3": ("MiniMaxM3VLTextConfig", _SPARSE),
     "ernie4_5_moe": ("Ernie4_5_MoeConfig", {}),
     "ernie4_5_moe_bias": ("Ernie4_5_MoeConfig", {"use_bias": True}),
     "hunyuan_moe": ("HunYuanMoEV1Config", {}),
     "llama4": ("Llama4TextConfig", {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2}),
-    "glm4_moe": ("Glm4MoeConfig", _half_rotary()),
+    "glm4_moe": ("Glm4MoeConfig", _HALF_ROTARY),
     "dots1": ("Dots1Config", _ALTERNATING | {"first_k_dense_replace": 1}),
     "afmoe": ("AfmoeConfig", _ALTERNATING | {"mup_enabled": True}),
     "exaone_moe": ("ExaoneMoeConfig", _ALTERNATING | _SPARSE),
@@ -359,13 +370,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("KimiLinearConfig", _MLA | _HYBRID | _SPARSE | {"q_lora_rank": None}),
     "bailing_hybrid": ("BailingHybridConfig", _MLA | _HYBRID | _SPARSE | {"num_mtp_layers": 0}),
     "lara_mini": ("LaraMiniConfig", {"layer_types": [_LINEAR, _SLIDE, _LINEAR]}),
+    "zaya": ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
     "zaya_sliding": (
         "ZayaConfig",
         {"num_experts_per_tok": 1, "router_hidden_size": 8, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]},
     ),
-    "zaya": ("ZayaConfig", {"num_experts_per_tok": 1, "router_hidden_size": 8}),
 }
-
+"""A variant's name, the class of its config, and what differs from the shared sizes."""
 
 UNBUILDABLE = {
     "gemma4_assistant": "a draft model that reads the hidden states of another model",
@@ -442,8 +453,3 @@ def _constant(p: torch.Tensor) -> float:
     """The size of a vector that is all one number, 1 for zeros and for all other vectors."""
     first = float(p.flatten()[0].abs())
     return first if first and p.unique().numel() == 1 else 1.0
-
-
-__all__ = ["VARIANTS", "build", "config_of", "randomise"]
-logging.getLogger("transformers").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", message=".*fast path.*")
