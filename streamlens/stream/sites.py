@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from jaxtyping import Float
 from torch import Tensor
 
-from streamlens.models.anatomy import Add, Anatomy, Layer
+from streamlens.models.anatomy import Add, Anatomy
 from streamlens.stream.replay import places, stream_of
 from streamlens.stream.run import Run
 
@@ -23,7 +23,7 @@ SITES = ("embed", "resid_pre", "attn_out", "mixer_out", "resid_mid", "mlp_out", 
 
 
 def watch_sites(run: Run, anatomy: Anatomy, wanted: Collection[str], see: See) -> None:
-    """Call `see` for each wanted site while `run` runs; "expected_post", for proofs, is what stream in and writes add up to."""
+    """Call `see` for each wanted site while `run` runs."""
     watcher = _Watcher(run, anatomy, frozenset(wanted), see)
     run.on_output(anatomy.embed, lambda _, out, x: watcher.emit("embed", 0, -1, out))
     for path in anatomy.block_paths:
@@ -49,7 +49,7 @@ class _Watcher:
                 if segment.norm:
                     self.norms[index, segment.norm] = segment.scale
         self.places = tuple(dict.fromkeys(path for _, path in (*self.adds, *self.norms)))
-        self.follow = bool(self.wanted & {"resid_mid", "expected_post"})
+        self.follow = "resid_mid" in self.wanted
         self.stream: Tensor | None = None
 
     def emit(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
@@ -77,12 +77,6 @@ class _Watcher:
                 self.emit("resid_mid", layer, write.sublayer, self.stream)
 
     def leave(self, layer: int, out: Tensor) -> None:
-        if self.follow:
-            self.emit("expected_post", layer, -1, self.stream * _end_scale(self.anatomy.layers[layer]))
         self.emit("resid_post", layer, -1, out)
         if layer == self.anatomy.n_layers - 1:
             self.emit("final", self.anatomy.n_layers, -1, out)
-
-
-def _end_scale(layer: Layer) -> float:
-    return layer.segments[-1].scale if layer.segments and not layer.segments[-1].norm else 1.0
