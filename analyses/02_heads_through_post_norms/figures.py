@@ -73,8 +73,9 @@ def _panel(ax: Axes, df: pd.DataFrame, method: str) -> None:
         )
     first = df[df.model == df.model.iloc[0]]
     top = first.loc[first.intervention.abs().idxmax()]
-    where = {"xytext": (0, -5), "textcoords": "offset points", "ha": "center", "va": "top"}
-    ax.annotate(f"L{top.layer}H{top['head']}", (top.intervention, top[method]), **where)
+    right = abs(top[method] - top.intervention) < 0.1 * abs(top.intervention)  # else the label must not hide its neighbours
+    where = {"xytext": (-5, 2), "ha": "right"} if right else {"xytext": (0, -5), "ha": "center", "va": "top"}
+    ax.annotate(f"L{top.layer}H{top['head']}", (top.intervention, top[method]), textcoords="offset points", **where)
     if refused:
         ax.text(0.98, 0.02, f"refused: {', '.join(refused)}", transform=ax.transAxes, ha="right", va="bottom", color="0.35")
 
