@@ -58,7 +58,7 @@ class Model:
 def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False) -> Model:
     """Open a model and prove that its stream can be read exactly.
 
-    `source`: "smollm2-135m", a Hugging Face name, a folder, a GGUF file, a loaded Hugging Face causal language model or a
+    `source`: "smollm2-135m", "gemma-3-270m", a Hugging Face name, a folder, a GGUF file, a loaded causal language model or a
     TransformerBridge. `dtype` None keeps the checkpoint's, `device` None takes CUDA where present. A model already given to
     `load` may be given again.
 
