@@ -71,7 +71,7 @@ def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares
     """|logit - what the model prints| of every row, over the largest printed logit of the batch."""
     r = shares.readouts
     with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
-        logits = run.logits(batch.ids, batch.mask)
+        _, logits = run.logits(batch.ids, batch.mask)
     rows = logits.reshape(-1, logits.shape[-1])[torch.from_numpy(flat_index(batch, r.prompt, r.position)).to(logits.device)].double().cpu()
     target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)
     minus = torch.where(versus == MEAN_VERSUS, rows.mean(-1), rows.gather(-1, versus.clamp_min(0)[:, None])[:, 0])

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import LIMITS, Component, Shares, attribute_batch, components
-from streamlens.models.anatomy import Anatomy
+from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
@@ -55,7 +56,16 @@ def probe_ids(module: nn.Module, n: int = LENGTHS[0]) -> Tensor:
     n_vocab = module.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     low = n_vocab // 10
-    return (torch.randperm(n_vocab - low, generator=generator)[: 2 * n] + low).reshape(2, n) if n_vocab - low >= 2 * n else torch.randint(0, n_vocab, (2, n), generator=generator)
+    if n_vocab - low < 2 * n:
+        return torch.randint(0, n_vocab, (2, n), generator=generator)
+    return (torch.randperm(n_vocab - low, generator=generator)[: 2 * n] + low).reshape(2, n)
+
+
+def probe_batch(module: nn.Module) -> TokenBatch:
+    """The probe prompts at their two lengths, padded."""
+    ids = probe_ids(module)
+    mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
+    return TokenBatch(np.arange(2), torch.where(mask, ids, ids[0, 0]), mask)
 
 
 def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anatomy, Proof]:
@@ -63,54 +73,44 @@ def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anat
 
     `skip` measures the logit map only, for a model whose bytes are known to have passed. Raises :class:`UnsupportedModelError`.
     """
-    anatomy = _with_logit_map(module, anatomy)
+    batch = probe_batch(module)
+    with torch.no_grad(), Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+        hidden, logits = (x[batch.mask.to(x.device)] for x in run.logits(batch.ids, batch.mask))
+        if not bool(torch.isfinite(logits).all()):
+            raise UnsupportedModelError(f"{type(module).__name__}: its logits are not finite")
+        anatomy = replace(anatomy, logits=fit_logit_map(module, module.get_submodule(anatomy.unembed)(hidden), logits))
     if skip:
         return anatomy, Proof()
-    checker = _Checker(module, anatomy)
-    proof = Proof(**checker.rows(), stream=checker.stream(), heads=checker.heads(), interventions=checker.interventions())
+    checker = _Checker(module, anatomy, batch)
+    additivity, printed = checker.rows(logits)
+    stream, heads = checker.writes()
+    interventions = checker.interventions()
     bypass, error = checker.replay()
-    return replace(anatomy, bypass=bypass), replace(proof, replay=error)
-
-
-@torch.no_grad()
-def _with_logit_map(module: nn.Module, anatomy: Anatomy) -> Anatomy:
-    ids = probe_ids(module)
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
-        hidden, logits = run.hidden(ids), run.logits(ids)
-    if not bool(torch.isfinite(logits).all()):
-        raise UnsupportedModelError(f"{type(module).__name__}: its logits are not finite")
-    return replace(anatomy, logits=fit_logit_map(module, module.get_submodule(anatomy.unembed)(hidden), logits))
+    return replace(anatomy, bypass=bypass), Proof(additivity, stream, interventions, heads, error, printed)
 
 
 class _Checker:
-    def __init__(self, module: nn.Module, anatomy: Anatomy):
-        self.module, self.anatomy, self.name = module, anatomy, type(module).__name__
+    def __init__(self, module: nn.Module, anatomy: Anatomy, batch: TokenBatch):
+        self.module, self.anatomy, self.batch, self.name = module, anatomy, batch, type(module).__name__
         self.dtype = module.get_output_embeddings().weight.dtype
         self.limit = LIMITS[self.dtype]
         self.room = max(ROOM, ROUNDINGS * torch.finfo(self.dtype).eps)
         self.unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-        ids = probe_ids(module)
-        mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
-        self.batch = TokenBatch(np.arange(2), torch.where(mask, ids, ids[0, 0]), mask)
-        self.whole = TokenBatch(np.arange(2), ids, torch.ones_like(mask))
-        self.readouts = self._readouts(self.whole)
-        self.shares: Shares = attribute_batch(module, anatomy, self.whole, self.readouts)
+        self.readouts = self._readouts()
+        self.shares: Shares = attribute_batch(module, anatomy, batch, self.readouts)
 
-    def rows(self) -> dict[str, float]:
-        """The sum rule on both prompts, padded and not; every row named by the anatomy reached; our logits the printed ones."""
-        padded = attribute_batch(self.module, self.anatomy, self.batch, self._readouts(self.batch))
-        additivity = max(float(s.error.max()) for s in (self.shares, padded))
+    def rows(self, logits: Float[Tensor, "row vocab"]) -> tuple[float, float]:
+        """The sum rule at every position of both prompts; every row named by the anatomy reached; our logits the printed ones."""
+        additivity = float(self.shares.error.max())
         self._demand(additivity <= self.limit, f"contributions miss the logit by {additivity:.2g} of sum|parts| (limit {self.limit:.0e})")
         silent = self._silent()
         self._demand(silent is None, f"{silent} writes nothing into any logit: another row has swallowed it")
-        with torch.no_grad(), Run(self.module, self.anatomy.block_paths, self.anatomy.unembed) as run:
-            logits = run.logits(self.whole.ids).double()
-        r = self.readouts
-        versus = torch.from_numpy(r.versus)
-        printed = logits[r.prompt, r.position, r.target] - logits[r.prompt, r.position, versus]
-        error = float((printed.cpu() - torch.from_numpy(self.shares.logit)).abs().max() / logits.abs().max())
+        logits, r = logits.double().cpu(), self.readouts
+        rows = torch.arange(len(r))
+        printed = logits[rows, torch.from_numpy(r.target)] - logits[rows, torch.from_numpy(r.versus)]
+        error = float((printed - torch.from_numpy(self.shares.logit)).abs().max() / logits.abs().max())
         self._demand(error <= self.room, f"logits from the unembedding's rows miss the printed ones by {error:.2g} of the largest")
-        return {"additivity": additivity, "printed": error}
+        return additivity, error
 
     def _silent(self) -> str | None:
         """The first write without a share in any logit: all heads of an attention, an MLP, a mixer, the embedding."""
@@ -122,62 +122,58 @@ class _Checker:
         return next((_label(Component(*place)) for place, any_share in reached.items() if not any_share), None)
 
     @torch.no_grad()
-    def stream(self) -> float:
-        """Each block on a second pair of prompts: stream in, plus writes, through its norms, is stream out, to one rounding an add."""
+    def writes(self) -> tuple[float, float]:
+        """On other prompts: each block is stream in plus writes to one rounding an add, and heads plus bias are each attention's write."""
         misses: list[Miss] = []
+        projections = {w.leaf: w for _, w in self.anatomy.writes() if w.n_heads}
+        seen: dict[str, tuple[Tensor, Tensor]] = {}
         with Run(self.module, self.anatomy.block_paths, self.anatomy.unembed, self.anatomy.n_layers) as run:
             watch_adds(run, self.anatomy, misses.append)
-            run.hidden(self.whole.ids.flip(1))
+            for path in projections:
+                run.on_output(path, lambda _, out, z, path=path: seen.__setitem__(path, (_flat(z), _flat(out))))
+            run.hidden(probe_ids(self.module).flip(1))
         worst = max(misses, key=lambda miss: miss.roundings)
         self._demand(
             worst.roundings <= SLACK,
             f"layer {worst.layer}: stream in plus its writes misses stream out by {worst.relative:.2g} of its largest value, "
             f"{worst.roundings:.3g} times what rounding its sums allows",
         )
-        return max(miss.relative for miss in misses)
+        heads = max((self._heads(projections[path], *values) for path, values in seen.items()), default=0.0)
+        return max(miss.relative for miss in misses), heads
+
+    def _heads(self, write: Write, z: Float[Tensor, "row width"], out: Float[Tensor, "row d_out"]) -> float:
+        """How far the heads' parts through their projection, plus its bias, are from its output."""
+        projection = self.module.get_submodule(write.leaf)
+        bias, constant = bias_of(projection), projection(torch.zeros_like(z[:1])).double()
+        parts = torch.zeros(write.n_heads, *z.shape, dtype=z.dtype, device=z.device)
+        for head in range(write.n_heads):
+            at = slice(head * write.d_head, (head + 1) * write.d_head)
+            parts[head, :, at] = z[:, at]
+        total = (projection(parts).double() - constant).sum(0) + constant
+        error = float((total - out.double()).abs().max() / out.double().abs().max())
+        self._demand(error <= self.room, f"{write.leaf}: heads plus bias miss the attention write by {error:.2g}")
+        declared = 0 if bias is None else bias.double()
+        self._demand(bool((constant - declared).abs().max() <= self.room), f"{write.leaf}: its constant is not its bias")
+        return error
 
     @torch.no_grad()
-    def heads(self) -> float:
-        """At every attention whose heads are rows: its heads' parts through the projection, plus the bias, are its write."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        with Run(self.module, self.anatomy.block_paths, self.anatomy.unembed, self.anatomy.n_layers) as run:
-            writes = {w.leaf: w for _, w in self.anatomy.writes() if w.n_heads}
-            for path in writes:
-                run.on_output(path, lambda _, out, x, path=path: seen.__setitem__(path, (x.clone(), out.clone())))
-            run.hidden(self.whole.ids)
-        worst = 0.0
-        for path, (z, out) in seen.items():
-            projection, write = self.module.get_submodule(path), writes[path]
-            bias = bias_of(projection)
-            zero = projection(torch.zeros_like(z[:1, :1]))[0, 0].double() if z.dim() == 3 else projection(torch.zeros_like(z[:1]))[0].double()
-            total = zero.expand(out.shape).clone()
-            for h in range(write.n_heads):
-                part = torch.zeros_like(z)
-                part[..., h * write.d_head : (h + 1) * write.d_head] = z[..., h * write.d_head : (h + 1) * write.d_head]
-                total += projection(part).double() - zero
-            error = float((total - out.double()).abs().max() / out.double().abs().max())
-            self._demand(error <= self.room, f"{path}: heads plus bias miss the attention write by {error:.2g}")
-            declared = 0 if bias is None else bias.double()
-            self._demand(bool((zero - declared).abs().max() <= self.room), f"{path}: its constant is not its bias")
-            worst = max(worst, error)
-        return worst
-
     def interventions(self) -> float:
         """A sample of each kind of component: zeroed with the other writes held and the norms frozen, it moves the logit by its row."""
-        worst, r = 0.0, self.readouts
-        target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)
+        r, sample = self.readouts, list(self._sample())
         size = np.abs(self.shares.contribution).sum(-1)
-        with Clamp(self.module, self.anatomy, self.whole.ids) as clamp:
-            for column, component, place, part in self._sample():
-                hidden = clamp.without(place, part)
-                change = (clamp.hidden - hidden)[r.prompt, r.position].to(self.unembed.wide)
-                moved = (change * self.unembed.direction(target, versus).to(change)).sum(-1).double().cpu().numpy()
-                error = float((np.abs(moved - self.shares.contribution[:, column]) / size).max())
-                self._demand(
-                    error <= self.room,
-                    f"zeroing {_label(component)} with frozen norms does not move the logit by its row: off by {error:.2g} of sum|parts|",
-                )
-                worst = max(worst, error)
+        with Clamp(self.module, self.anatomy, self.batch.ids, self.batch.mask) as clamp:
+            hidden = clamp.without_each([(place, part) for _, _, place, part in sample])
+            changes = (clamp.hidden - hidden)[:, r.prompt, r.position].to(self.unembed.wide)
+        direction = self.unembed.direction(torch.from_numpy(r.target), torch.from_numpy(r.versus)).to(changes)
+        moved = (changes * direction).sum(-1).double().cpu().numpy()
+        worst = 0.0
+        for (column, component, _, _), change in zip(sample, moved, strict=True):
+            error = float((np.abs(change - self.shares.contribution[:, column]) / size).max())
+            self._demand(
+                error <= self.room,
+                f"zeroing {_label(component)} with frozen norms does not move the logit by its row: off by {error:.2g} of sum|parts|",
+            )
+            worst = max(worst, error)
         return worst
 
     @torch.no_grad()
@@ -231,8 +227,9 @@ class _Checker:
                 place, d_head = places_of[c.kind, c.layer, c.sublayer]
                 yield column, c, place, slice(None) if c.head < 0 else slice(c.head * d_head, (c.head + 1) * d_head)
 
-    def _readouts(self, batch: TokenBatch) -> Readouts:
-        prompt, position = (x.numpy() for x in torch.nonzero(batch.mask, as_tuple=True))
+    def _readouts(self) -> Readouts:
+        """A random pair of tokens at every position, in the order of the mask."""
+        prompt, position = (x.numpy() for x in torch.nonzero(self.batch.mask, as_tuple=True))
         rng = np.random.default_rng(0)
         target = rng.integers(0, self.anatomy.n_vocab, len(prompt))
         versus = (target + 1 + rng.integers(0, max(self.anatomy.n_vocab - 1, 1), len(prompt))) % self.anatomy.n_vocab
@@ -241,6 +238,10 @@ class _Checker:
     def _demand(self, holds: bool, message: str) -> None:
         if not holds:
             raise UnsupportedModelError(f"{self.name} cannot be read exactly: {message}")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).clone()
 
 
 def _label(c: Component) -> str:

@@ -20,18 +20,18 @@ Place = tuple[int, str]
 class Clamp:
     """Forward passes in which every leaf keeps its clean value but for the parts that are zeroed."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, ids: Tensor):
-        self.anatomy, self.ids = anatomy, ids
+    def __init__(self, module: nn.Module, anatomy: Anatomy, ids: Tensor, mask: Tensor | None = None):
+        self.anatomy, self.ids, self.mask = anatomy, ids, mask
         self.clean: dict[Place, Tensor] = {}
         self._norms: dict[Place, tuple[Tensor, Tensor]] = {}
-        self._zero: tuple[Place, slice] | None = None
+        self._zeroed: list[tuple[Place, slice]] = []  # one a copy of the batch; empty in the clean pass
         self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
         self._leaves = {(layer, w.leaf): bool(w.n_heads) for layer, w in anatomy.writes()}
 
     def __enter__(self) -> Clamp:
         self._run.__enter__()
         for path in (self.anatomy.embed, *self.anatomy.pos_embeds):
-            self._run.on_output(path, lambda _, out, x, path=path: self._value((-1, path), out))
+            self._run.on_output(path, lambda _, out, x, path=path: self._value((-1, path), out.expand(*self._run.shape, out.shape[-1])))
         for path, at_input in dict.fromkeys((path, at_input) for (_, path), at_input in self._leaves.items()):
             if at_input:
                 self._run.on_input(path, lambda layer, named, path=path: self._input(layer, path, named))
@@ -40,20 +40,25 @@ class Clamp:
         for path, form in self.anatomy.norms.items():
             self._run.on_output(path, lambda layer, out, x, path=path, form=form: self._norm((layer, path), form, x, out))
         with torch.no_grad():
-            self.hidden = self._run.hidden(self.ids)
+            self.hidden = self._run.hidden(self.ids, self.mask)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._run.__exit__(*exc)
 
-    @torch.no_grad()
     def without(self, place: Place, part: slice = slice(None)) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input with these coordinates of one leaf at zero."""
-        self._zero = (place, part)
+        return self.without_each([(place, part)])[0]
+
+    @torch.no_grad()
+    def without_each(self, zeroed: list[tuple[Place, slice]]) -> Float[Tensor, "change batch pos d_model"]:
+        """The same for several changes, one at a time, in one pass over as many copies of the batch."""
+        self._zeroed, n = zeroed, len(zeroed)
         try:
-            return self._run.hidden(self.ids)
+            hidden = self._run.hidden(self.ids.repeat(n, 1), None if self.mask is None else self.mask.repeat(n, 1))
         finally:
-            self._zero = None
+            self._zeroed = []
+        return hidden.unflatten(0, (n, -1))
 
     def _input(self, layer: int, path: str, named: dict) -> dict | None:
         if (layer, path) not in self._leaves:
@@ -66,16 +71,22 @@ class Clamp:
 
     def _value(self, place: Place, value: Tensor) -> Tensor:
         clean = self.clean.setdefault(place, value.clone())
-        if self._zero is None or self._zero[0] != place:
-            return clean.clone()
-        changed = clean.clone()
-        changed[..., self._zero[1]] = 0
-        return changed
+        held = _copies(clean, max(len(self._zeroed), 1))
+        for copy, (changed, part) in enumerate(self._zeroed):
+            if changed == place:
+                held[copy * len(clean) : (copy + 1) * len(clean), ..., part] = 0
+        return held
 
     def _norm(self, place: Place, form: NormForm, x: Tensor, out: Tensor) -> Tensor | None:
         """A norm on the path as the affine map that it was in the clean pass; the others feed sublayers, whose writes are held anyway."""
         if place not in self.anatomy.path_norms:
             return None
         clean_x, clean_y = self._norms.setdefault(place, (x.clone(), out.clone()))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (clean_y.to(wide) + form.push_forward(x.to(wide) - clean_x.to(wide), clean_x.to(wide))).to(out.dtype)
+        wide, n = torch.promote_types(x.dtype, torch.float32), max(len(self._zeroed), 1)
+        clean_x, clean_y = _copies(clean_x, n).to(wide), _copies(clean_y, n).to(wide)
+        return (clean_y + form.push_forward(x.to(wide) - clean_x, clean_x)).to(out.dtype)
+
+
+def _copies(x: Tensor, n: int) -> Tensor:
+    """`n` copies of a batch under one another, whether it is `[batch, pos, width]` or `[batch * pos, width]`."""
+    return x.repeat(n, *[1] * (x.dim() - 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -127,14 +127,9 @@ class Run:
         return self._shape
 
     def hidden(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
-        """The unembedding's input, right-padded positions included."""
+        """The unembedding's input, right-padded positions included; the logits are never made."""
         kept: list[Tensor] = []
-
-        def reached(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            kept.append(args[0] if args else next(iter(kwargs.values())))
-            raise _Reached
-
-        handle = self.module.get_submodule(self._unembed).register_forward_pre_hook(reached, with_kwargs=True)
+        handle = self.module.get_submodule(self._unembed).register_forward_pre_hook(partial(_keep_input, kept, True), with_kwargs=True)
         try:
             self._forward(ids, mask)
         except _Reached:
@@ -143,9 +138,17 @@ class Run:
             handle.remove()
         return kept[0]
 
-    def logits(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos vocab"]:
-        """What the model itself prints."""
-        return self._forward(ids, mask).logits
+    def logits(
+        self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None
+    ) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos vocab"]]:
+        """The unembedding's input, and what the model itself prints."""
+        kept: list[Tensor] = []
+        handle = self.module.get_submodule(self._unembed).register_forward_pre_hook(partial(_keep_input, kept, False), with_kwargs=True)
+        try:
+            logits = self._forward(ids, mask).logits
+        finally:
+            handle.remove()
+        return kept[0], logits
 
     def _forward(self, ids: Tensor, mask: Tensor | None) -> Any:
         self.layer, self.inside, self._shape = -1, False, tuple(ids.shape)
@@ -166,6 +169,12 @@ class Run:
         self.inside = False
 
 
+def _keep_input(kept: list[Tensor], stop: bool, _: nn.Module, args: tuple, kwargs: dict) -> None:
+    kept.append(args[0] if args else next(iter(kwargs.values())))
+    if stop:
+        raise _Reached
+
+
 def first(output: Any) -> Any:
     """The tensor of a module's output: most blocks return it bare, some as the first of a tuple."""
     return output[0] if isinstance(output, (tuple, list)) else output
@@ -176,7 +185,7 @@ def with_first(output: Any, tensor: Tensor | None) -> Any:
     return type(output)((tensor, *output[1:])) if isinstance(output, (tuple, list)) else tensor
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional parameters of a module's forward."""
     return tuple(p for p in inspect.signature(kind.forward).parameters if p != "self")

@@ -197,8 +197,9 @@ def test_hidden_is_what_the_unembedding_reads():
     model = tiny.proven("llama")
     anatomy, ids = model.anatomy, torch.tensor(PROMPTS[:1])
     with torch.no_grad(), Run(model.module, anatomy.block_paths, anatomy.unembed) as run:
-        hidden, logits = run.hidden(ids), run.logits(ids)
+        hidden, (at_logits, logits) = run.hidden(ids), run.logits(ids)
     with torch.no_grad():
+        assert torch.equal(hidden, at_logits)
         assert torch.equal(model.module.lm_head(hidden), logits)
         assert torch.equal(model.module(ids, use_cache=False).logits, logits)
 
