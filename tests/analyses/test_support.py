@@ -58,6 +58,25 @@ def test_verdicts(df):
     assert "stream is not its input plus its writes" in df.reason["git"]
 
 
+@pytest.mark.parametrize(
+    ("unit", "label", "reason"), [("head", "L1H2", "L1H2"), ("component", "1_mlp_out", "the sum"), ("component", "embed", "the sum")]
+)
+def test_one_wrong_row_is_found(run, monkeypatch, unit, label, reason):
+    """A tenth too much in one row of a model that is exact: the freedom that a moved bias needs does not swallow it."""
+    judge = run["judge"]
+    answer = judge.__globals__["_answer"]
+
+    def bent(bridge, asked, probe):
+        found = answer(bridge, asked, probe)
+        return found | {label: 1.1 * found[label]} if asked == unit else found
+
+    monkeypatch.setitem(judge.__globals__, "_answer", bent)
+    row = run["measure"]("gpt2")
+    assert row["theirs"] == "wrong"
+    assert row["theirs_reason"].startswith(reason)
+    assert row["theirs_relative"] > 1e-3
+
+
 def test_finished_variants_are_not_measured_again(run, results):
     before = {path: path.stat().st_mtime_ns for path in (results / "rows").iterdir()}
     run["main"]([*KNOWN, "--out", str(results)])
