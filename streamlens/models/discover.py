@@ -157,6 +157,8 @@ def _write(module: nn.Module, call: Call, n_heads: int) -> Write:
 
 def _positions(module: nn.Module, draft: Anatomy, ids: Tensor) -> tuple[str, ...]:
     """Candidates whose output can be an addend of the embedding: one vector a position."""
+    if not draft.pos_embeds:
+        return ()
     shapes: dict[str, torch.Size] = {}
     embedded: list[Tensor] = []
 

@@ -72,14 +72,16 @@ def fit(module: nn.Module, d_model: int, dtype: torch.dtype, device: torch.devic
         return None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bias = bias.to(wide) if bool((bias != 0).any()) else None
-    candidates = [
+    candidates = (
         NormForm(centred, eps, gain, bias)
         for gain in _gains(module, d_model, wide)
         for centred in (False, True)
         for eps in _epsilons(module, centred, gain, bias, tiny.to(wide), y_tiny.to(wide))
-    ]
-    best = min(candidates, key=lambda form: _misfit(form, probes, outputs, wide))
-    return best if _misfit(best, probes, outputs, wide) <= FIT_TOLERANCE[dtype] else None
+    )
+    fitting = ((error, form) for form in candidates if (error := _misfit(form, probes, outputs, wide)) <= FIT_TOLERANCE[dtype])
+    # In 16 bits several may fit, and the best is taken; in more the first that fits is the only one.
+    best = min(fitting, key=lambda item: item[0], default=None) if torch.finfo(dtype).bits <= 16 else next(fitting, None)
+    return None if best is None else best[1]
 
 
 def _misfit(form: NormForm, probes: list[Tensor], outputs: list[Tensor], wide: torch.dtype) -> float:
@@ -89,7 +91,7 @@ def _misfit(form: NormForm, probes: list[Tensor], outputs: list[Tensor], wide: t
 
 def _gains(module: nn.Module, d_model: int, wide: torch.dtype) -> list[Tensor | None]:
     vectors = [p.detach().to(wide) for p in module.parameters() if p.shape == (d_model,)]
-    return [None] + [v for w in vectors for v in (w, 1 + w)]
+    return [v for w in vectors for v in (w, 1 + w)] + [None]
 
 
 def _epsilons(module: nn.Module, centred: bool, gain: Tensor | None, bias: Tensor | None, x: Tensor, y: Tensor) -> list[float]:
