@@ -36,7 +36,7 @@ TARGET = [17, 41]
 
 _NO_STREAM = "the stream is not its input plus its writes"
 REFUSED: dict[str, str] = {
-    "cpmant": "an embedding gives .* where one vector a token was expected",  # puts 32 tokens of its own before the prompt
+    "cpmant": "an embedding gives .* not one vector a token",  # puts 32 tokens of its own before the prompt
     "git": _NO_STREAM,  # BERT's blocks: modules that return the norm of stream plus write
     "reformer": "its forward pass fails while it is watched",  # reversible layers: a backward pass of their own
     "blt": _NO_STREAM,  # bytes, patches and tokens: four transformers in one
