@@ -149,6 +149,7 @@ def _write(module: nn.Module, call: Call, n_heads: int) -> Write:
     passes = tree.passes_residual(inner) and call.linear is not None
     output = call.linear if passes else call.path
     whole = passes or (call.linear_y is not None and call.linear_y.shape == call.y.shape and torch.equal(call.linear_y, call.y))
+    n_heads //= tree.MAPS_A_HEAD.get(type(inner).__name__, 1)
     if kind == "attn" and whole and n_heads and call.z_width % n_heads == 0:
         bias = tree.has_bias(module.get_submodule(call.linear))
         return Write(kind, 0, call.path, output, call.linear, n_heads, call.z_width // n_heads, bias, call.linear)
@@ -276,13 +277,20 @@ class _Program:
         noise = noise.flatten().clamp_min(1e-30)
         basis = torch.stack([v.double().flatten() / noise for v in values], dim=1)
         solution = torch.linalg.lstsq(basis.cpu(), (target.double().flatten() / noise)[:, None].cpu()).solution[:, 0]
-        fitted = sum(f * v.double() for f, v in zip(solution.tolist(), values, strict=True))
-        return solution.tolist() if _close(fitted, target, self.dtype) else None
+        factors = [_snapped(f) for f in solution.tolist()]
+        fitted = sum(f * v.double() for f, v in zip(factors, values, strict=True))
+        return factors if _close(fitted, target, self.dtype) else None
 
     def _misfit(self, target: Tensor, values: list[Tensor]) -> float:
         if any(v.shape != target.shape for v in values):
             return float("inf")
         return float((sum(v.double() for v in values) - target.double()).abs().max() / target.double().abs().max())
+
+
+def _snapped(factor: float) -> float:
+    """A fitted 0.40000001 is the 0.4 of a config; what no short number is near stays as measured."""
+    short = float(f"{factor:.4g}")
+    return short if abs(short - factor) <= 1e-6 * abs(factor) else factor
 
 
 def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:

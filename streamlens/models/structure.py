@@ -15,6 +15,9 @@ from streamlens.models.norms import looks_like_norm
 WRAPPERS = {"DbrxNormAttentionNorm"}
 """Modules inside a block that add to the stream themselves: one line an odd architecture; their children are looked at instead."""
 
+MAPS_A_HEAD = {"DiffLlamaAttention": 2}
+"""Attention maps that one head takes the difference of, where a family counts the maps; one line an odd architecture."""
+
 _MIXER = re.compile(r"mamba|mlstm|mixer2?$|conv|delta|recurrent|rglru|lightning|rwkv.*attention|linear_?att", re.I)
 _ATTN = re.compile(r"attention|attn", re.I)
 _MLP = re.compile(r"mlp|ffn|feed_?forward|moe|expert|(^|\.)fc2$|(^|\.)ff$", re.I)
@@ -108,5 +111,5 @@ def _children(parent: nn.Module, path: str) -> Iterator[tuple[str, bool]]:
             yield f"{path}.{name}", True
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) or type(child).__name__ in WRAPPERS:
             yield from _children(child, f"{path}.{name}")
-        elif any(True for _ in child.parameters()):
+        elif any(True for _ in child.parameters()) or any(is_linear(part) for part in child.modules()):  # packed weights may be buffers
             yield f"{path}.{name}", False
