@@ -23,7 +23,7 @@ from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.adds import Miss, watch_adds
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.replay import Replay, hooked_removal, places
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, borrowed
 from streamlens.stream.unembed import Unembed
 
 LENGTHS = (7, 4)
@@ -81,11 +81,12 @@ def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anat
         anatomy = replace(anatomy, logits=fit_logit_map(module, module.get_submodule(anatomy.unembed)(hidden), logits))
     if skip:
         return anatomy, Proof()
-    checker = _Checker(module, anatomy, batch)
-    additivity, printed = checker.rows(logits)
-    stream, heads = checker.writes()
-    interventions = checker.interventions()
-    bypass, error = checker.replay()
+    with borrowed(module):  # parts are called by themselves too, and an adapter's dropout would still act
+        checker = _Checker(module, anatomy, batch)
+        additivity, printed = checker.rows(logits)
+        stream, heads = checker.writes()
+        interventions = checker.interventions()
+        bypass, error = checker.replay()
     return replace(anatomy, bypass=bypass), Proof(additivity, stream, interventions, heads, error, printed)
 
 
