@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from streamlens.errors import InputError, SourceError
+from streamlens.errors import InputError, SourceError, UnsupportedModelError
 from streamlens.models import named, pretrained
+from streamlens.models.adapters import adapted_module, is_peft
 from streamlens.models.bridge import is_bridge, wrapped_module
 from streamlens.models.checks import check_finite, check_head, is_transformers_model
 
@@ -121,17 +122,30 @@ def _open_hub(name: str, tokenizer, device: torch.device | None, dtype: torch.dt
 
 
 def _open_loaded(source: nn.Module, tokenizer) -> Opened:
-    """A transformers model as it is, or the one inside a TransformerBridge."""
+    """A transformers model as it is, or the one inside a TransformerBridge or a PEFT model."""
     if is_bridge(source):
         module, held = wrapped_module(source), f"the {type(source).__name__}'s "
         tokenizer = source.tokenizer if tokenizer is None else tokenizer
+    elif is_peft(source):
+        module, held = adapted_module(source), f"the {type(source).__name__}'s "
     else:
         module, held = source, ""
     if not is_transformers_model(module):
-        raise InputError(f"source must be {_LEGAL}; got the module {type(module).__name__} (of a PEFT model, give its merge_and_unload())")
+        raise InputError(f"source must be {_LEGAL}; got the module {type(module).__name__}")
+    _check_present(module)
     name = type(module).__name__
     origin = getattr(module.config, "_name_or_path", "")
     return Opened(module, tokenizer, name, f"{held}{name} in memory" + (f" ({origin})" if origin else ""))
+
+
+def _check_present(module: nn.Module) -> None:
+    """Refuse weights that are elsewhere: accelerate fetches what it put on disk for the length of one module's forward pass only."""
+    absent = next((name for name, weight in module.named_parameters() if weight.is_meta), None)
+    if absent is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has weights that are not in memory ({absent} is offloaded or was never loaded); "
+            "load it with a device_map without offloading"
+        )
 
 
 def _check_as_loaded(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
