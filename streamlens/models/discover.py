@@ -279,6 +279,8 @@ class _Program:
         solution = torch.linalg.lstsq(basis.cpu(), (target.double().flatten() / noise)[:, None].cpu()).solution[:, 0]
         factors = [_snapped(f) for f in solution.tolist()]
         fitted = sum(f * v.double() for f, v in zip(factors, values, strict=True))
+        if near and not bool(((fitted - target.double()).abs().flatten() <= 2 * noise).all()):
+            return [1.0] * len(values)  # no factor explains what is off, and none may excuse it
         return factors if _close(fitted, target, self.dtype) else None
 
     def _misfit(self, target: Tensor, values: list[Tensor]) -> float:

@@ -55,6 +55,8 @@ class _Follower:
     def enter(self, layer: int, stream: Tensor) -> None:
         # Half a unit in the last place; of a float64 model the sum made here rounds as much again.
         self.unit = torch.finfo(stream.dtype).eps / (1 if stream.dtype == torch.float64 else 2)
+        # A product in 16 bits is made in float32, with a multiplier as good as exact; wider ones round the multiplier too.
+        self.product = 1 if torch.finfo(stream.dtype).bits == 16 else 2
         self.tiny = torch.finfo(stream.dtype).smallest_normal * self.unit
         self._start(layer, 0, _exact(stream))
 
@@ -76,12 +78,12 @@ class _Follower:
         self.written = self.partial = torch.zeros_like(stream)
         self.n_adds = 0
         # A scale on the stream may be a multiplier of the input alone, whose product is rounded by itself.
-        self.room = self._rounding(stream, 2) if self.segment.scale != 1.0 else self._rounding(stream, 0)
+        self.room = self._rounding(stream, self.product) if self.segment.scale != 1.0 else self._rounding(stream, 0)
 
     def _add(self, value: Tensor, factor: float) -> None:
-        if factor != 1.0:  # the product is rounded, and the factor was fitted to rounded numbers
-            value = value * factor
-            self.room = self.room + self._rounding(value, 2)
+        value = value if factor == 1.0 else value * factor
+        if factor != 1.0 or self.segment.scale != 1.0:  # a product is rounded by itself
+            self.room = self.room + self._rounding(value, self.product)
         self.stream, self.written = self.stream + value, self.written + value
         # Which of the partial sums the model makes is its own order: parallel writes are added to each other first, or the last one first.
         candidates = torch.stack([self.partial, self.stream, self.written, self.entered + value])
@@ -92,7 +94,7 @@ class _Follower:
         sums = self._rounding(self.partial, max(self.n_adds - 1, 0)) + self._rounding(self.stream, min(self.n_adds, 1))
         expected, room = self.stream * scale, (self.room + sums) * abs(scale)
         if scale != 1.0:
-            room = room + self._rounding(expected, 2)
+            room = room + self._rounding(expected, self.product)
         gap = (out - expected).abs()
         self.see(Miss(layer, float(gap.max() / out.abs().max()), float((gap / (room + self.tiny)).max())))
 
