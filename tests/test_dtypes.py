@@ -44,7 +44,8 @@ def test_contributions_sum_to_the_logit_within_the_limit_of_the_dtype(family, dt
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_are_multiplied_and_added_in_float32(family, dtype):
     """Products and sums in 16 bits would leave contributions on the grid of that dtype."""
-    contribution = torch.tensor(sl.attribute(tiny.proven(family, HALVES[dtype]), PROMPTS, target=11).contribution.to_list(), dtype=torch.float64)
+    df = sl.attribute(tiny.proven(family, HALVES[dtype]), PROMPTS, target=11)
+    contribution = torch.tensor(df.contribution.to_list(), dtype=torch.float64)
     on_the_grid = contribution == contribution.to(HALVES[dtype]).double()
     assert on_the_grid.double().mean() < 0.2
     assert bool((contribution == contribution.float().double()).all())
@@ -110,8 +111,10 @@ def test_an_addition_that_is_off_by_a_few_roundings_is_refused(dtype, where, rou
         return (out * factor).to(out.dtype)
 
     module.model.layers[1].register_forward_hook(planted)
-    assert sum_error(sl.attribute(replace(tiny.proven("llama", HALVES[dtype]), module=module), PROMPTS, check=False)) <= ADDITIVITY[HALVES[dtype]]
-    with pytest.raises(UnsupportedModelError, match=r"layer 1: stream in plus its writes misses stream out by .*, [2-9]\.?\d* times what rounding"):
+    unproven = replace(tiny.proven("llama", HALVES[dtype]), module=module)
+    assert sum_error(sl.attribute(unproven, PROMPTS, check=False)) <= ADDITIVITY[HALVES[dtype]]
+    says = r"layer 1: stream in plus its writes misses stream out by .*, [2-9]\.?\d* times what rounding"
+    with pytest.raises(UnsupportedModelError, match=says):
         sl.load(module)
 
 

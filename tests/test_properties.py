@@ -170,7 +170,8 @@ def rows_do_not_change_when_later_tokens_do(data):
     s = data.draw(sizes())
     model, ids = opened(build(s)), data.draw(prompts(s.n_vocab))
     cut = [data.draw(st.integers(1, len(prompt) - 1)) for prompt in ids]
-    later = [p[:n] + data.draw(st.lists(st.integers(0, s.n_vocab - 1), min_size=len(p) - n, max_size=len(p) - n)) for p, n in zip(ids, cut, strict=True)]
+    token = st.integers(0, s.n_vocab - 1)
+    later = [p[:n] + [data.draw(token) for _ in p[n:]] for p, n in zip(ids, cut, strict=True)]
     before, after = table(model, ids), table(model, later)
     kept = before.index.get_level_values("position") < np.array(cut)[before.index.get_level_values("prompt")]
     assert kept.any()
