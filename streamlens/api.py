@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from streamlens import frames
-from streamlens.arguments import chosen_layers, chosen_metrics, opened, parsed_for, several, watched
+from streamlens.arguments import batched, chosen_layers, chosen_metrics, opened, parsed_for, several, watched
 from streamlens.checks import CHECKS, check_printed, check_sums, demand_finite, demand_replayed
 from streamlens.errors import InputError, choice
 from streamlens.measure import ablation as removal
@@ -22,7 +22,7 @@ from streamlens.models.card import config_facts
 from streamlens.models.loaded import Model, load
 from streamlens.models.placement import placement_facts
 from streamlens.models.verify import probe_ids
-from streamlens.prompts import NO_READOUTS, batches, readouts
+from streamlens.prompts import NO_READOUTS, readouts
 from streamlens.prompts import positions as positions_of
 from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
@@ -62,7 +62,7 @@ def attribute(
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     shares = []
-    for batch in watched(batches(parsed, max_tokens), progress, "attribute"):
+    for batch in watched(batched(model, parsed, max_tokens), progress, "attribute"):
         chosen = wanted.take(np.isin(wanted.prompt, batch.index))
         if len(chosen):
             shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen))
@@ -111,7 +111,7 @@ def ablate(
     if positions is None and parsed.positions is None:
         positions = "last" if given else "all"
     if target is None and parsed.targets is None:
-        target = "top" if positions == "last" else "next"
+        target = "top" if isinstance(positions, str) and positions == "last" else "next"
     if given or set(wanted) & set(TARGET_METRICS):
         rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     else:
@@ -121,13 +121,12 @@ def ablate(
         raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has one")
     where = positions_of(parsed, positions)
     parts = []
-    for batch in watched(batches(parsed, max_tokens), progress, f"remove {unit}"):
+    for batch in watched(batched(model, parsed, max_tokens), progress, f"remove {unit}"):
         chosen = rows.take(np.isin(rows.prompt, batch.index))
         parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places_in(batch, where), chosen, wanted))
-        measured = [changed[:, ~np.isnan(clean)] for clean, changed in (*parts[-1].at_position.values(), *parts[-1].at_target.values())]
-        demand_finite(model, f"a metric without one {unit}", measured, check)
+        demand_finite(model, f"the stream, whole or without one {unit},", parts[-1].overflowed, check)
         if check == "full":
-            demand_replayed(model, batch, changes, check)
+            demand_replayed(model, batch, changes)
     if all(np.isnan(clean).all() for p in parts for clean, _ in (*p.at_position.values(), *p.at_target.values())):
         raise InputError(
             f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus"
@@ -160,9 +159,9 @@ def norms(
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
     parts = []
-    for batch in watched(batches(parsed, max_tokens), progress, "norms"):
+    for batch in watched(batched(model, parsed, max_tokens), progress, "norms"):
         parts.append(growth.measure_batch(model.module, model.anatomy, batch, places_in(batch, where), sites, measures))
-        demand_finite(model, "a norm", [parts[-1].value], check)
+        demand_finite(model, "a norm", int((~np.isfinite(parts[-1].value)).sum()), check)
     return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
 
 
@@ -190,9 +189,9 @@ def record(
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in where]
-    for batch in watched(batches(parsed, max_tokens), progress, "record"):
+    for batch in watched(batched(model, parsed, max_tokens), progress, "record"):
         for name, value in record_batch(model.module, model.anatomy, batch, chosen).items():
-            demand_finite(model, name, [value[batch.mask].float().numpy()], check)
+            demand_finite(model, name, int((~torch.isfinite(value[batch.mask])).sum()), check)
             for row, prompt in enumerate(batch.index):
                 tensor = value[row, torch.from_numpy(where[prompt])]
                 is_pattern = chosen[name] == "pattern"

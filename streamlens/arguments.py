@@ -9,7 +9,7 @@ from tqdm import tqdm
 from streamlens.errors import InputError, choice
 from streamlens.measure.metrics import METRICS
 from streamlens.models.loaded import Model
-from streamlens.prompts import Prompts, parse
+from streamlens.prompts import Prompts, TokenBatch, batches, parse
 from streamlens.prompts.plain import is_index
 
 
@@ -50,6 +50,11 @@ def opened(model: object) -> None:
 def parsed_for(model: Model, prompts: object) -> Prompts:
     """The prompts, within what this model can read."""
     return parse(prompts, model.tokenizer, max_length=model.max_length, vocab_size=model.anatomy.n_vocab)
+
+
+def batched(model: Model, prompts: Prompts, max_tokens: int) -> list[TokenBatch]:
+    """The prompts in batches of at most `max_tokens`, of one length each where the model's positions depend on the longest."""
+    return batches(prompts, max_tokens, equal_length=model.equal_lengths)
 
 
 def watched(items: list, progress: bool, title: str) -> Iterable:

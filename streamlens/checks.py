@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from streamlens.errors import AdditivityError, NumericError, StreamLensError
 from streamlens.measure import ablation as removal
 from streamlens.measure import attribution as dla
+from streamlens.models import limits
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch
 
@@ -18,20 +18,19 @@ CHECKS = (True, False, "warn", "full")
 """Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
 
 
-def demand_finite(model: Model, what: str, values: Iterable[np.ndarray], check: bool | str) -> None:
-    """Refuse (or warn of) values that are not numbers, as a float16 stream that overflows gives."""
-    bad = sum(int((~np.isfinite(v)).sum()) for v in values) if check is not False else 0
-    if bad:
+def demand_finite(model: Model, what: str, bad: int, check: bool | str) -> None:
+    """Refuse (or warn of) `bad` values that are not numbers, as a float16 stream that overflows gives."""
+    if bad and check is not False:
         complain(NumericError(f"{model.name}: {what} is not finite in {bad} places"), check)
 
 
-def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant], check: bool | str) -> None:
+def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant]) -> None:
     """The middle change of a batch, by replay and by a plainly hooked forward pass."""
     change = changes[len(changes) // 2]
-    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), 20 * dla.LIMITS[model.dtype]
-    if error > limit:
+    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), limits.room(model.dtype)
+    if not error <= limit:
         message = f"{model.name}: removal at layer {change.layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
-        complain(NumericError(message), check)
+        raise NumericError(message)
 
 
 def complain(error: StreamLensError, check: bool | str) -> None:
@@ -43,7 +42,7 @@ def complain(error: StreamLensError, check: bool | str) -> None:
 
 def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool | str) -> None:
     """The sum rule, at every row of a batch."""
-    limit = dla.LIMITS[model.dtype]
+    limit = limits.SUM[model.dtype]
     worst = int(np.nan_to_num(shares.error, nan=np.inf).argmax())
     error = float(shares.error[worst])
     if error <= limit or check is False:
@@ -58,7 +57,7 @@ def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool |
 
 def check_printed(model: Model, prompts: Prompts, batch: TokenBatch, shares: dla.Shares) -> None:
     """Every logit of a batch against what the model itself prints, to a few roundings of its dtype."""
-    limit = max(dla.LIMITS[model.dtype], 4 * torch.finfo(model.dtype).eps)
+    limit = limits.room(model.dtype)
     error = dla.printed_error(model.module, model.anatomy, batch, shares)
     worst = int(np.nan_to_num(error, nan=np.inf).argmax())
     if error[worst] <= limit:

@@ -23,7 +23,10 @@ def integers(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-") if not part.strip().startswith("-") else (part.strip(), "", "")
         try:
-            out += range(int(first), int(last) + 1) if dash else [int(first)]
+            numbers = range(int(first), int(last) + 1) if dash else [int(first)]
+            if not numbers:
+                raise ValueError
+            out += numbers
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be whole numbers such as 0,3,5-8; got {text!r}") from None
     return out

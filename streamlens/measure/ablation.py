@@ -45,15 +45,15 @@ class Removal:
     at_position: dict[str, tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, "variant row"]]]  # metric: clean, changed
     readouts: Readouts  # [target] rows of the metrics with a target
     at_target: dict[str, tuple[Float64[np.ndarray, " target"], Float64[np.ndarray, "variant target"]]]
+    overflowed: int = 0  # rows, clean and changed, whose stream is not finite: their metrics mean nothing
 
 
 def variants(anatomy: Anatomy, unit: str, layers: Sequence[int]) -> tuple[Variant, ...]:
-    """The changes that `unit` asks for at `layers`; a layer without such a sublayer has none."""
+    """The changes that `unit` asks for at `layers`. A layer without such a sublayer has none, nor one whose norm covers other kinds too."""
     if unit == "block":
         return tuple(Variant(layer) for layer in layers)
-    return tuple(
-        Variant(layer, add.writes[0].sublayer, add) for layer in layers for add in anatomy.layers[layer].adds if add.writes[0].kind == unit
-    )
+    adds = ((layer, add) for layer in layers for add in anatomy.layers[layer].adds)
+    return tuple(Variant(layer, add.writes[0].sublayer, add) for layer, add in adds if {w.kind for w in add.writes} == {unit})
 
 
 def remove_batch(
@@ -73,9 +73,15 @@ def remove_batch(
         rows = _Rows(batch, places, readouts)
         table = _Table(len(changes), rows, wanted)
         clean_rows = rows.of(clean)
+        overflowed = _overflowed([clean_rows])
         for start, hidden in _replayed(replay, changes, rows):
+            overflowed += _overflowed(hidden)
             _measure(unembed, rows, clean_rows, hidden, start, table, wanted)
-    return Removal(places[0], places[1], table.at_position, readouts, table.at_target)
+    return Removal(*places, table.at_position, readouts, table.at_target, overflowed)
+
+
+def _overflowed(hidden: list[Tensor]) -> int:
+    return sum(int((~torch.isfinite(h)).any(-1).sum()) for h in hidden)
 
 
 def remove_by_hooks(

@@ -21,9 +21,6 @@ from streamlens.stream.readout import Key, Readout
 from streamlens.stream.run import Run
 from streamlens.stream.unembed import MEAN_VERSUS, NO_VERSUS, Unembed
 
-LIMITS = {torch.float64: 5e-6, torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Largest |sum - logit| / sum|parts|; a float64 Hugging Face model still computes its RMSNorms in float32."""
-
 
 @dataclass(frozen=True)
 class Component:
@@ -70,7 +67,7 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
 def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares: Shares) -> Float64[np.ndarray, " row"]:
     """|logit - what the model prints| of every row, over the largest printed logit of the batch."""
     r = shares.readouts
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with Run.of(module, anatomy) as run:
         _, logits = run.logits(batch.ids, batch.mask)
     rows = logits.reshape(-1, logits.shape[-1])[torch.from_numpy(flat_index(batch, r.prompt, r.position)).to(logits.device)].double().cpu()
     target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)

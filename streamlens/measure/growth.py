@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
+from streamlens.errors import InputError
 from streamlens.measure.places import flat_index
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import TokenBatch
@@ -54,7 +55,9 @@ def measure_batch(
         seen.append((site, layer, sublayer))
         values.append(torch.stack([MEASURES[name](rows) for name in measures]).double().cpu())
 
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with Run.of(module, anatomy) as run:
         watch_sites(run, anatomy, sites, see)
         run.hidden(batch.ids, batch.mask)
+    if not seen:
+        raise InputError(f"sites={sorted(sites)}: this model has none of them")
     return Sites(*places, tuple(seen), measures, torch.stack(values).permute(2, 0, 1).numpy())

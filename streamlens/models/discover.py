@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
+from streamlens.models import limits
 from streamlens.models import structure as tree
 from streamlens.models.anatomy import Add, Anatomy, Layer, Segment, Write
 from streamlens.models.attention import watched_attention
@@ -21,9 +22,6 @@ from streamlens.models.norms import NormForm, fit
 from streamlens.models.structure import Structure, structure
 from streamlens.stream.readout import Readout
 from streamlens.stream.run import Run
-
-FIT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-"""Largest error of a block's program relative to the largest coordinate of the stream."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,13 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
     found = structure(module)
     weight = module.get_output_embeddings().weight
     calls, n_layers = trace(module, found, ids)
+    entered = [c for c in calls if c.what == "block"]
+    if not entered or len(entered) != n_layers:
+        raise UnsupportedModelError(f"{type(module).__name__}: its blocks could not be followed ({n_layers} applications seen)")
     forms = _norm_forms(module, found, calls)
     writes = _candidates(module, calls)
     draft = Anatomy(
-        d_model=weight.shape[-1] if not calls else next(c.x.shape[-1] for c in calls if c.what == "block"),
+        d_model=entered[0].x.shape[-1],
         n_vocab=weight.shape[0],
         embed=found.embed,
         pos_embeds=found.pos_embeds,
@@ -64,8 +65,6 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
         unembed=found.unembed,
         unembed_bias=tree.has_bias(module.get_output_embeddings()),
     )
-    if len(draft.layers) != n_layers or not n_layers:
-        raise UnsupportedModelError(f"{type(module).__name__}: its blocks could not be followed ({n_layers} applications seen)")
     draft = replace(draft, pos_embeds=_positions(module, draft, ids))
     reached, clones = _on_path(module, draft, ids)
     path_norms = frozenset((layer, path) for layer, what, path in reached if what == "norm")
@@ -168,7 +167,7 @@ def _positions(module: nn.Module, draft: Anatomy, ids: Tensor) -> tuple[str, ...
         if isinstance(out, Tensor) and out.is_floating_point() and not (out.shape == embedded[0].shape and torch.equal(out, embedded[0])):
             shapes[path] = out.shape
 
-    with torch.no_grad(), Run(module, draft.block_paths, draft.unembed, draft.n_layers) as run:
+    with torch.no_grad(), Run.of(module, draft) as run:
         run.on_output(draft.embed, lambda _, out, x: embedded.append(out.clone()))
         for path in draft.pos_embeds:
             run.on_output(path, lambda _, out, x, path=path: see(path, out))
@@ -296,4 +295,4 @@ def _snapped(factor: float) -> float:
 
 
 def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    return bool((a.double() - b.double()).abs().max() <= FIT_LIMIT[dtype] * b.double().abs().max())
+    return bool((a.double() - b.double()).abs().max() <= limits.FIT[dtype] * b.double().abs().max())

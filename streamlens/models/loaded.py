@@ -13,6 +13,8 @@ from streamlens.errors import StreamLensError, UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.bridge import make_bridge
 from streamlens.models.discover import discover
+from streamlens.models.positions import context_length
+from streamlens.models.settings import setting
 from streamlens.models.sources import open_source
 from streamlens.models.structure import text_config
 from streamlens.models.verify import Proof, probe_ids, prove
@@ -44,8 +46,14 @@ class Model:
     @property
     def max_length(self) -> int | None:
         """Tokens that the model can read; None where nothing limits them."""
-        length = getattr(text_config(self.module), "max_position_embeddings", None)
-        return length if isinstance(length, int) and length > 0 else None
+        return context_length(self.module) or None
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Whether a batch must hold one length only: dynamic NTK and LongRoPE turn by the longest prompt of the batch."""
+        settings = setting(text_config(self.module), "rope_parameters") or {}
+        kinds = [settings.get("rope_type"), *(s.get("rope_type") for s in settings.values() if isinstance(s, dict))]
+        return bool({"dynamic", "longrope"} & set(kinds))
 
     def bridge(self, copy: bool = False):
         """A TransformerBridge on a copy of the module tree that shares the parameter tensors; `copy=True` copies them too.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
+from streamlens.models import limits
 from streamlens.models.anatomy import LogitMap
 from streamlens.models.structure import text_config
 
-MAP_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Largest misfit relative to the largest logit."""
+_ELSEWHERE = re.compile(r"attn|attention|gate|router|mlp")
+"""Words of a config's other caps."""
 
 
 def fit_logit_map(module: nn.Module, raw: Float[Tensor, "*rows vocab"], logits: Float[Tensor, "*rows vocab"]) -> LogitMap:
@@ -20,19 +23,23 @@ def fit_logit_map(module: nn.Module, raw: Float[Tensor, "*rows vocab"], logits: 
     A named cap is tried first: on small logits a cap is nearly linear, and would be missed.
     Raises :class:`UnsupportedModelError` where no multiplier and cap fit (a head with a non-linear layer).
     """
-    limit = MAP_LIMIT[logits.dtype]
+    limit = limits.LOGIT_MAP[logits.dtype]
     u, y = raw.double(), logits.double()
     named = _numbers(module)
-    caps = [v for k, v in named.items() if "cap" in k] + [None]
-    maps = [LogitMap(m, cap) for cap in caps for m in (1.0, *_multipliers(u, y, cap, named))]
-    errors = [float((apply_map(u, m) - y).abs().max() / y.abs().max().clamp_min(1e-30)) for m in maps]
-    for candidate, error in zip(maps, errors, strict=True):
-        if error <= limit:
-            return candidate
+    caps = [v for k, v in named.items() if "cap" in k and not _ELSEWHERE.search(k)]
+    misfits = {m: _misfit(u, y, m) for cap in (*caps, None) for m in (LogitMap(f, cap) for f in (1.0, *_multipliers(u, y, cap, named)))}
+    for kind in (caps, [None]):
+        fitting = [next((m for m in misfits if m.cap == cap and misfits[m] <= limit), None) for cap in kind]
+        if any(fitting):
+            return min((m for m in fitting if m is not None), key=misfits.__getitem__)
     raise UnsupportedModelError(
         f"{type(module).__name__}: the printed logits are not the unembedding's output times a number, capped or not; "
-        f"off by {min(errors):.2g} of the largest"
+        f"off by {min(misfits.values()):.2g} of the largest"
     )
+
+
+def _misfit(u: Tensor, y: Tensor, logit_map: LogitMap) -> float:
+    return float((apply_map(u, logit_map) - y).abs().max() / y.abs().max().clamp_min(1e-30))
 
 
 def apply_map(u: Tensor, logit_map: LogitMap) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from streamlens.models import limits
+
 SIZES = (1e-3, 1.0, 3e2)
 """Sizes of the probe vectors: epsilon decides the first and not the last."""
-
-FIT_TOLERANCE = {torch.float64: 2e-6, torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Largest misfit relative to the largest output; a float64 Hugging Face RMSNorm still computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class NormForm:
 def looks_like_norm(module: nn.Module) -> bool:
     """Whether a module claims to be a norm; :func:`fit` decides."""
     name = type(module).__name__.lower()
-    return ("norm" in name or "layernorm" in name) and not any(True for _ in module.children())
+    return "norm" in name and not any(True for _ in module.children())
 
 
 @torch.no_grad()
@@ -78,7 +77,7 @@ def fit(module: nn.Module, d_model: int, dtype: torch.dtype, device: torch.devic
         for centred in (False, True)
         for eps in _epsilons(module, centred, gain, bias, tiny.to(wide), y_tiny.to(wide))
     )
-    fitting = ((error, form) for form in candidates if (error := _misfit(form, probes, outputs, wide)) <= FIT_TOLERANCE[dtype])
+    fitting = ((error, form) for form in candidates if (error := _misfit(form, probes, outputs, wide)) <= limits.NORM[dtype])
     # In 16 bits several may fit, and the best is taken; in more the first that fits is the only one.
     best = min(fitting, key=lambda item: item[0], default=None) if torch.finfo(dtype).bits <= 16 else next(fitting, None)
     return None if best is None else best[1]

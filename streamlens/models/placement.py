@@ -39,7 +39,7 @@ def placement_facts(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> dict[st
 def embedding_multiplier(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> float:
     """What the token's row of the embedding matrix is multiplied with on its way into the stream; nan where it is more than that."""
     entered: list[Tensor] = []
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with Run.of(module, anatomy) as run:
         watch_sites(run, anatomy, ("resid_pre",), lambda site, layer, sub, x: entered.append(x.double()) if layer == 0 else None)
         run.hidden(ids)
     table = module.get_input_embeddings().weight

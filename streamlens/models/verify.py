@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
-from streamlens.measure.attribution import LIMITS, Component, Shares, attribute_batch, components
+from streamlens.measure.attribution import Component, Shares, attribute_batch, components
+from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
@@ -34,9 +35,6 @@ N_SAMPLED = 3
 
 SLACK = 1.01
 """What a block's additions may miss, in units of what rounding each partial sum to nearest allows."""
-
-ROOM, ROUNDINGS = 1e-4, 8
-"""What an intervention, a replay, a block or a printed logit may be off by: the first, or so many roundings of a narrower dtype."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anat
     `skip` measures the logit map only, for a model whose bytes are known to have passed. Raises :class:`UnsupportedModelError`.
     """
     batch = probe_batch(module)
-    with torch.no_grad(), Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with torch.no_grad(), Run.of(module, anatomy) as run:
         hidden, logits = (x[batch.mask.to(x.device)] for x in run.logits(batch.ids, batch.mask))
         if not bool(torch.isfinite(logits).all()):
             raise UnsupportedModelError(f"{type(module).__name__}: its logits are not finite")
@@ -94,8 +92,7 @@ class _Checker:
     def __init__(self, module: nn.Module, anatomy: Anatomy, batch: TokenBatch):
         self.module, self.anatomy, self.batch, self.name = module, anatomy, batch, type(module).__name__
         self.dtype = module.get_output_embeddings().weight.dtype
-        self.limit = LIMITS[self.dtype]
-        self.room = max(ROOM, ROUNDINGS * torch.finfo(self.dtype).eps)
+        self.limit, self.room = limits.SUM[self.dtype], limits.room(self.dtype)
         self.unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
         self.readouts = self._readouts()
         self.shares: Shares = attribute_batch(module, anatomy, batch, self.readouts)
@@ -128,12 +125,12 @@ class _Checker:
         misses: list[Miss] = []
         projections = {w.leaf: w for _, w in self.anatomy.writes() if w.n_heads}
         seen: dict[str, tuple[Tensor, Tensor]] = {}
-        with Run(self.module, self.anatomy.block_paths, self.anatomy.unembed, self.anatomy.n_layers) as run:
+        with Run.of(self.module, self.anatomy) as run:
             watch_adds(run, self.anatomy, misses.append)
             for path in projections:
                 run.on_output(path, lambda _, out, z, path=path: seen.__setitem__(path, (_flat(z), _flat(out))))
             run.hidden(probe_ids(self.module).flip(1))
-        worst = max(misses, key=lambda miss: miss.roundings)
+        worst = max(misses, key=lambda miss: float("inf") if miss.roundings != miss.roundings else miss.roundings)
         self._demand(
             worst.roundings <= SLACK,
             f"layer {worst.layer}: stream in plus its writes misses stream out by {worst.relative:.2g} of its largest value, "
@@ -154,7 +151,8 @@ class _Checker:
         error = float((total - out.double()).abs().max() / out.double().abs().max())
         self._demand(error <= self.room, f"{write.leaf}: heads plus bias miss the attention write by {error:.2g}")
         declared = 0 if bias is None else bias.double()
-        self._demand(bool((constant - declared).abs().max() <= self.room), f"{write.leaf}: its constant is not its bias")
+        gap = float((constant - declared).abs().max() / out.double().abs().max())
+        self._demand(gap <= self.room, f"{write.leaf}: its constant is not its bias, off by {gap:.2g} of its largest output")
         return error
 
     @torch.no_grad()
@@ -194,6 +192,8 @@ class _Checker:
         for bypass in (True, False):
             try:
                 error = self._replay_error(replace(self.anatomy, bypass=bypass), layers, truth)
+            except torch.OutOfMemoryError:
+                raise
             except (KeyError, IndexError, AttributeError, TypeError, RuntimeError):
                 continue  # a later block missed what a bypassed one makes; the other way is tried
             if error <= self.room:
@@ -208,7 +208,8 @@ class _Checker:
             for what in (*layers, *anatomy.layers[middle].adds, *reversed(layers)):
                 hidden = replay.without_blocks({what}) if isinstance(what, int) else replay.without_write(middle, what)
                 gap = (hidden - truth[what])[self.batch.mask.to(hidden.device)].double().abs().max()
-                worst = max(worst, float(gap / truth[what].double().abs().max()))
+                gap = float(gap / truth[what].double().abs().max())
+                worst = max(worst, gap if gap == gap else float("inf"))
         return worst
 
     def _sample(self) -> Iterator[tuple[int, Component, tuple[int, str], slice]]:

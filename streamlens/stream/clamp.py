@@ -11,25 +11,24 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.norms import NormForm
-from streamlens.stream.run import Run
+from streamlens.stream.run import Planted
 
 Place = tuple[int, str]
 """(layer, module path) of a leaf; embeddings have layer -1."""
 
 
-class Clamp:
+class Clamp(Planted):
     """Forward passes in which every leaf keeps its clean value but for the parts that are zeroed."""
 
     def __init__(self, module: nn.Module, anatomy: Anatomy, ids: Tensor, mask: Tensor | None = None):
-        self.anatomy, self.ids, self.mask = anatomy, ids, mask
+        super().__init__(module, anatomy)
+        self.ids, self.mask = ids, mask
         self.clean: dict[Place, Tensor] = {}
         self._norms: dict[Place, tuple[Tensor, Tensor]] = {}
         self._zeroed: list[tuple[Place, slice]] = []  # one a copy of the batch; empty in the clean pass
-        self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
         self._leaves = {(layer, w.leaf): bool(w.n_heads) for layer, w in anatomy.writes()}
 
-    def __enter__(self) -> Clamp:
-        self._run.__enter__()
+    def _plant(self) -> None:
         for path in (self.anatomy.embed, *self.anatomy.pos_embeds):
             self._run.on_output(path, lambda _, out, x, path=path: self._value((-1, path), out.expand(*self._run.shape, out.shape[-1])))
         for path, at_input in dict.fromkeys((path, at_input) for (_, path), at_input in self._leaves.items()):
@@ -41,10 +40,6 @@ class Clamp:
             self._run.on_output(path, lambda layer, out, x, path=path, form=form: self._norm((layer, path), form, x, out))
         with torch.no_grad():
             self.hidden = self._run.hidden(self.ids, self.mask)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._run.__exit__(*exc)
 
     def without(self, place: Place, part: slice = slice(None)) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input with these coordinates of one leaf at zero."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.norms import NormForm
-from streamlens.stream.run import Run
+from streamlens.stream.run import Planted
 
 Key = tuple[int, str, str]
 """(layer, kind of place, module path): "write" and "embed" are leaves, "bias" and "norm" places where a constant enters."""
@@ -44,27 +44,17 @@ class _FrozenNorm(torch.autograd.Function):
         return ctx.form.pull_back(g.to(wide), x.to(wide)).to(g.dtype), None, None, None
 
 
-class Readout:
+class Readout(Planted):
     """A run whose writes are leaves: :meth:`forward` once, then :meth:`pull` once for every direction of interest."""
 
     def __init__(self, module: nn.Module, anatomy: Anatomy):
-        self.module, self.anatomy = module, anatomy
+        super().__init__(module, anatomy)
         self.leaves: dict[Key, Tensor] = {}
         self._sink: Sink | None = None
-        self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
         self._by_module: dict[tuple[int, str], Write] = {(layer, w.leaf): w for layer, w in anatomy.writes()}
 
-    def __enter__(self) -> Readout:
-        self._run.__enter__()
-        try:
-            self._plant()
-        except BaseException:
-            self._run.__exit__(None, None, None)
-            raise
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        self._run.__exit__(*exc)
+        super().__exit__(*exc)
         self.leaves.clear()
 
     def forward(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:

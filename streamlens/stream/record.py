@@ -68,7 +68,7 @@ def record_batch(
             kept[name] = value.detach().to("cpu", copy=True)
 
     sites = set(chosen.values())
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with Run.of(module, anatomy) as run:
         watch_sites(run, anatomy, sites & set(SITES), lambda site, layer, sub, value: see(_site_name(site, layer, sub), value))
         _watch_inside(run, anatomy, sites, see)
         attention = sites & set(ATTENTION)

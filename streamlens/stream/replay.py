@@ -16,36 +16,29 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from streamlens.models.anatomy import Add, Anatomy
-from streamlens.stream.run import Run, first, with_first
+from streamlens.stream.run import Planted, Run, first, with_first
 
 
-class Replay:
+class Replay(Planted):
     """A context manager over one batch: :meth:`record` the clean pass, then any number of changed ones."""
 
     def __init__(self, module: nn.Module, anatomy: Anatomy):
-        self.anatomy = anatomy
+        super().__init__(module, anatomy)
         self._outputs: list[Any] = []  # what each block returned in the clean pass
         self._resume, self._removed = 0, frozenset[int]()
         self._zeroed: frozenset[tuple[int, str]] = frozenset()
         self._recording = False
-        self._run = Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
         self._batch: tuple[Tensor, Tensor | None] = (torch.empty(0, dtype=torch.long), None)
 
-    def __enter__(self) -> Replay:
-        self._run.__enter__()
-        try:
-            for path in self.anatomy.block_paths:
-                self._run.replace(path, self._block)
-            for path in dict.fromkeys(place for layer in self.anatomy.layers for add in layer.adds for place in places(add)):
-                self._run.on_output(path, lambda layer, out, _, path=path: self._write(layer, path, out))
-        except BaseException:
-            self._run.__exit__(None, None, None)
-            raise
-        return self
-
     def __exit__(self, *exc: object) -> None:
-        self._run.__exit__(*exc)
+        super().__exit__(*exc)
         self._outputs.clear()
+
+    def _plant(self) -> None:
+        for path in self.anatomy.block_paths:
+            self._run.replace(path, self._block)
+        for path in dict.fromkeys(place for layer in self.anatomy.layers for add in layer.adds for place in places(add)):
+            self._run.on_output(path, lambda layer, out, _, path=path: self._write(layer, path, out))
 
     @torch.no_grad()
     def record(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
@@ -110,7 +103,7 @@ def stream_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 @contextmanager
 def hooked_removal(module: nn.Module, anatomy: Anatomy, removed: set[int] = frozenset(), zeroed: set[tuple[int, str]] = frozenset()):
     """The slow, obvious removal: every block is computed, and hooks put its input or zeros in its output's place. For proofs."""
-    with Run(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers) as run:
+    with Run.of(module, anatomy) as run:
         inputs: dict[int, Tensor] = {}
         for path in anatomy.block_paths:
             run.on_input(path, lambda layer, named: inputs.__setitem__(layer, stream_of((), named).clone()))

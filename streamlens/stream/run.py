@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from streamlens.models.anatomy import Anatomy
+
 InputHook = Callable[[int, dict[str, Any]], dict[str, Any] | None]
 OutputHook = Callable[[int, Tensor, Tensor | None], Tensor | None]
 
@@ -56,6 +58,11 @@ class Run:
         self._borrow = borrowed(module)
         self._blocks, self._unembed = blocks, unembed
         self._shape = (0, 0)
+
+    @classmethod
+    def of(cls, module: nn.Module, anatomy: Anatomy) -> Run:
+        """A run of a model whose anatomy is known."""
+        return cls(module, anatomy.block_paths, anatomy.unembed, anatomy.n_layers)
 
     def __enter__(self) -> Run:
         self._borrow.__enter__()
@@ -167,6 +174,29 @@ class Run:
 
     def _leave_block(self, *_: object) -> None:
         self.inside = False
+
+
+class Planted:
+    """A run with hooks of its own: a subclass plants them, and none is left behind, also where planting fails half-way."""
+
+    def __init__(self, module: nn.Module, anatomy: Anatomy):
+        self.module, self.anatomy = module, anatomy
+        self._run = Run.of(module, anatomy)
+
+    def __enter__(self) -> Planted:
+        self._run.__enter__()
+        try:
+            self._plant()
+        except BaseException:
+            self._run.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._run.__exit__(*exc)
+
+    def _plant(self) -> None:
+        raise NotImplementedError
 
 
 def _keep_input(kept: list[Tensor], stop: bool, _: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -41,13 +41,17 @@ class _Watcher:
     def __init__(self, run: Run, anatomy: Anatomy, wanted: frozenset[str], see: See):
         self.run, self.anatomy, self.wanted, self.see = run, anatomy, wanted, see
         self.adds: dict[tuple[int, str], tuple[Add, int]] = {}
-        self.norms: dict[tuple[int, str], float] = {}
+        self.norms: set[tuple[int, str]] = set()
+        self.before_mid: set[tuple[int, str]] = set()  # the last attention or mixer of a layer whose MLP reads what it made
         for index, layer in enumerate(anatomy.layers):
             for segment in layer.segments:
                 for add in segment.adds:
                     self.adds |= {(index, path): (add, i) for i, path in enumerate(places(add))}
                 if segment.norm:
-                    self.norms[index, segment.norm] = segment.scale
+                    self.norms.add((index, segment.norm))
+            mixing = [place for add in layer.adds for w, place in zip(add.writes, places(add), strict=False) if w.kind in ("attn", "mixer")]
+            if mixing and layer.reads_mid:
+                self.before_mid.add((index, mixing[-1]))
         self.places = tuple(dict.fromkeys(path for _, path in (*self.adds, *self.norms)))
         self.follow = "resid_mid" in self.wanted
         self.stream: Tensor | None = None
@@ -63,18 +67,18 @@ class _Watcher:
 
     def passed(self, layer: int, path: str, out: Tensor) -> None:
         if (layer, path) in self.adds:
-            self._added(layer, *self.adds[layer, path], out)
+            self._added(layer, path, *self.adds[layer, path], out)
         elif (layer, path) in self.norms:
             self.stream = out
 
-    def _added(self, layer: int, add: Add, index: int, out: Tensor) -> None:
+    def _added(self, layer: int, path: str, add: Add, index: int, out: Tensor) -> None:
         write, factor = add.writes[index], add.factors[index]
         value = out if factor == 1.0 else out * factor
         self.emit(WRITES[write.kind], layer, write.sublayer, value)
         if self.follow:
             self.stream = self.stream + value.reshape(self.stream.shape)
-            if write.kind in ("attn", "mixer") and self.anatomy.layers[layer].reads_mid:
-                self.emit("resid_mid", layer, write.sublayer, self.stream)
+            if (layer, path) in self.before_mid:
+                self.emit("resid_mid", layer, -1, self.stream)
 
     def leave(self, layer: int, out: Tensor) -> None:
         self.emit("resid_post", layer, -1, out)

@@ -40,7 +40,7 @@ class Unembed:
         minus = self._rows(self.module.weight, versus.clamp_min(0))
         minus = torch.where((versus == NO_VERSUS)[:, None], torch.zeros_like(minus), minus)
         if bool((versus == MEAN_VERSUS).any()):
-            minus = torch.where((versus == MEAN_VERSUS)[:, None], self.module.weight.to(self.wide).mean(0), minus)
+            minus = torch.where((versus == MEAN_VERSUS)[:, None], self.module.weight.mean(0, dtype=self.wide), minus)
         return (rows - minus) * self.logit_map.multiplier
 
     def bias(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:

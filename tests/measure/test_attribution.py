@@ -8,7 +8,7 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import AdditivityError
-from streamlens.measure import attribution
+from streamlens.models import limits
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.unembed import Unembed
 from tests import byhand
@@ -271,7 +271,7 @@ def test_top_makes_logits_only_where_they_are_read(monkeypatch):
 @pytest.fixture
 def strict(monkeypatch):
     """No sum of floats is within these limits."""
-    monkeypatch.setattr(attribution, "LIMITS", dict.fromkeys(attribution.LIMITS, 1e-12))
+    monkeypatch.setattr(limits, "SUM", dict.fromkeys(limits.SUM, 1e-12))
 
 
 def test_a_sum_beyond_the_limit_is_an_error(strict):

@@ -7,7 +7,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
-from streamlens.models.norms import FIT_TOLERANCE, fit, looks_like_norm
+from streamlens.models import limits
+from streamlens.models.norms import fit, looks_like_norm
 
 D_MODEL = 24
 NORMS = {  # the module, whether it centres, its epsilon, and its gain from its weight
@@ -46,7 +47,7 @@ def test_form_is_found(name):
         assert torch.allclose(form.bias, module.bias, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", list(FIT_TOLERANCE))
+@pytest.mark.parametrize("dtype", list(limits.NORM))
 @pytest.mark.parametrize("name", NORMS)
 def test_form_gives_what_the_module_gives(name, dtype):
     module = made(name, dtype)
@@ -54,7 +55,7 @@ def test_form_gives_what_the_module_gives(name, dtype):
     x = torch.randn(5, 3, D_MODEL).to(dtype) * 4 + 1
     expected = module(x).detach().double()
     found = form(x.to(torch.promote_types(dtype, torch.float32))).double()
-    assert float((found - expected).abs().max()) <= FIT_TOLERANCE[dtype] * float(expected.abs().max())
+    assert float((found - expected).abs().max()) <= limits.NORM[dtype] * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", NORMS)
