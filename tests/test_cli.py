@@ -170,7 +170,10 @@ def test_nan_weights_are_refused(capsys, tmp_path):
     assert "down_proj" in refused(capsys, "card", str(tmp_path / "llama"))
 
 
-@pytest.mark.parametrize("argv", [[], ["atribute"], ["attribute"], ["ablate", "--prompt", "a", "--unit", "neuron"], ["card", "--prompt", "a"]])
+WRONG = [[], ["atribute"], ["attribute"], ["ablate", "--prompt", "a", "--unit", "neuron"], ["card", "--prompt", "a"]]
+
+
+@pytest.mark.parametrize("argv", WRONG)
 def test_wrong_usage_is_one_line(capsys, argv):
     with pytest.raises(SystemExit, match="2"):
         cli.main(argv)

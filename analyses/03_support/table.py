@@ -1,4 +1,4 @@
-"""docs/support.md, docs/support.csv and the README's summary, from the Parquet file alone: no model is opened.
+"""support.md, support.csv and the README's summary, from the Parquet file alone: no model is opened.
 
     python table.py [DIR]
 """
@@ -122,7 +122,7 @@ def summary(df: pd.DataFrame) -> str:
     lines = ["| refused at load | what does not add up |", "|---|---|"]
     for _, alike in refused.groupby(["family", refused.brief.str.replace(r"[\d.e+-]+|inf", "", regex=True)], sort=False):
         lines.append(f"| {', '.join(alike.variant)} | {cell(alike.brief.iloc[0])} |")
-    text = "\n".join(textwrap.fill(line, 140) for line in f"{counts(df)} [All of them](docs/support.md), one by one.".split("\n"))
+    text = "\n".join(textwrap.fill(line, 140) for line in f"{counts(df)} [All of them](analyses/03_support/support.md), one by one.".split("\n"))
     return f"{BEGIN}\n{text}\n\n" + "\n".join(lines) + f"\n{END}"
 
 
@@ -138,8 +138,8 @@ def main(argv: list[str], root: Path = ROOT) -> int:
         print(f"error: DIR must hold support.parquet, which run.py writes; got {str(path.parent)!r}", file=sys.stderr)
         return 2
     df, readme = pd.read_parquet(path), root / "README.md"
-    (root / "docs" / "support.md").write_text(page(df), encoding="utf-8")
-    df[KEPT].to_csv(root / "docs" / "support.csv", index=False, float_format="%.3g")
+    (root / "analyses" / "03_support" / "support.md").write_text(page(df), encoding="utf-8")
+    df[KEPT].to_csv(root / "analyses" / "03_support" / "support.csv", index=False, float_format="%.3g")
     readme.write_text(into_readme(readme.read_text(encoding="utf-8"), summary(df)), encoding="utf-8")
     print(counts(df))
     return 0

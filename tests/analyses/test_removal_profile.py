@@ -74,7 +74,8 @@ def test_model_that_fails_leaves_nothing_and_the_rest_runs(results, models, run,
 
 def test_figures_come_from_parquet_alone(results, tmp_path):
     """In a process that could not open a model if it wanted to: torch is never imported."""
-    code = f"import runpy, sys; sys.argv = ['figures.py', {str(results)!r}]\ntry: runpy.run_path({str(FOLDER / 'figures.py')!r}, run_name='__main__')"
+    script = str(FOLDER / "figures.py")
+    code = f"import runpy, sys; sys.argv = ['figures.py', {str(results)!r}]\ntry: runpy.run_path({script!r}, run_name='__main__')"
     code += "\nexcept SystemExit as end: print(end.code, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr

@@ -99,10 +99,10 @@ def test_too_long_is_stopped(run):
 
 
 def test_pages_say_what_was_measured(table, results, tmp_path):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "analyses/03_support").mkdir(parents=True)
     (tmp_path / "README.md").write_text(f"before\n{table['BEGIN']}\nold\n{table['END']}\nafter\n")
     assert table["main"]([str(results)], root=tmp_path) == 0
-    page, readme = (tmp_path / "docs/support.md").read_text(), (tmp_path / "README.md").read_text()
+    page, readme = (tmp_path / "analyses/03_support/support.md").read_text(), (tmp_path / "README.md").read_text()
     assert "Of 6 tiny random models of 6 architectures streamlens serves 5, 4 of them with heads, and refuses 1 by name." in page
     assert "is exact on 1, refuses 3, crashes on 0, and gives wrong numbers without refusing on 2" in page
     assert [line for line in page.splitlines() if line.startswith("## ")] == [
@@ -118,8 +118,8 @@ def test_pages_say_what_was_measured(table, results, tmp_path):
 
 def test_readme_shows_the_committed_table(table):
     """One run wrote the page, the CSV file and the README's summary."""
-    df = pd.read_csv(ROOT / "docs" / "support.csv")
-    readme, page = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "docs/support.md"))
+    df = pd.read_csv(ROOT / "analyses/03_support/support.csv")
+    readme, page = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "analyses/03_support/support.md"))
     served = (df.support != "refused").sum()
     sentence = f"Of {len(df)} tiny random models of {df.architecture.nunique()} architectures streamlens serves {served}, "
     assert sentence in " ".join(readme.split())
