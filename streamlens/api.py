@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -24,6 +23,7 @@ from streamlens.models.placement import placement_facts
 from streamlens.models.verify import probe_ids
 from streamlens.prompts import NO_READOUTS, readouts
 from streamlens.prompts import positions as positions_of
+from streamlens.prompts.plain import plain
 from streamlens.stream.record import record_batch, resolve
 from streamlens.stream.sites import SITES
 
@@ -52,7 +52,8 @@ def attribute(
     table in :data:`streamlens.schema.ATTRIBUTION`.
 
     `check`: True raises :class:`AdditivityError` where the sum misses the logit by more than the dtype's limit, "warn" warns,
-    False does neither, "full" also compares every logit with what the model prints. Raises :class:`InputError` for bad input.
+    False does neither, "full" also compares every logit with what the model prints (a hook of yours on the unembedding is seen
+    only there). Raises :class:`InputError` for bad input.
 
     Method: Elhage et al. 2021 (direct logit attribution), McGrath et al. 2023, eq. 7-10 (frozen norms).
     """
@@ -79,11 +80,11 @@ def ablate(
     unit: str = "block",
     method: str = "remove",
     *,
-    layers: Sequence[int] | int | None = None,
+    layers: object = None,
     target: object = None,
     versus: object = None,
     positions: object = None,
-    metrics: Sequence[str] | str | None = None,
+    metrics: object = None,
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
@@ -91,14 +92,15 @@ def ablate(
     """What breaks without this layer? One row a metric, prompt, position and removed layer: `clean`, `ablated`, `delta` = ablated - clean.
 
     `unit` "block" hands on a block's input as its output; "attn" and "mlp" set to zero what the sublayer adds (after its
-    branch norm, multiplier and biases). Everything after is recomputed. `layers`: which, all by default.
+    branch norm, multiplier and biases); a norm on the stream itself still acts, but for a block. Everything after is recomputed.
+    `layers`: which, all by default.
     `positions`: where metrics are read, "all" by default with `target` "next", "last" where a target is given.
 
     `metrics`, all that have their inputs by default: loss (-log p of the prompt's own next token, nats), kl (clean || ablated, nats),
     top1_agree; target_logit and logit_diff (logits), target_rank (tokens strictly above the target). `check="full"` compares one
     replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
 
-    Sources: Veit et al. 2016 and Men et al. 2024 (block removal); see the README for what `remove` means at norms on the stream.
+    Sources: Veit et al. 2016 and Men et al. 2024 (block removal); the README says more on `remove`.
     """
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
@@ -110,8 +112,9 @@ def ablate(
     given = target is not None or parsed.targets is not None
     if positions is None and parsed.positions is None:
         positions = "last" if given else "all"
-    if target is None and parsed.targets is None:
-        target = "top" if isinstance(positions, str) and positions == "last" else "next"
+    where = positions_of(parsed, positions)
+    if not given:  # where only last tokens are read, there is no next one
+        target = "top" if all(w.tolist() == [n - 1] for w, n in zip(where, parsed.lengths, strict=True)) else "next"
     if given or set(wanted) & set(TARGET_METRICS):
         rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     else:
@@ -119,7 +122,6 @@ def ablate(
     changes = removal.variants(model.anatomy, unit, chosen_layers(model, layers))
     if not changes:
         raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has one")
-    where = positions_of(parsed, positions)
     parts = []
     for batch in watched(batched(model, parsed, max_tokens), progress, f"remove {unit}"):
         chosen = rows.take(np.isin(rows.prompt, batch.index))
@@ -140,15 +142,16 @@ def norms(
     prompts: object,
     positions: object = None,
     *,
-    measures: Sequence[str] | str = ("l2", "rms"),
-    sites: Sequence[str] | str | None = None,
+    measures: object = ("l2", "rms"),
+    sites: object = None,
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
 ) -> pd.DataFrame:
     """How does the stream grow? One row a measure at one site of one layer at one position, in the stream's own units.
 
-    `measures`: "l2" and "rms". `sites`, all by default: embed, resid_pre, attn_out, resid_mid, mlp_out, resid_post and final
+    `measures`: "l2" and "rms". `sites`, all that the model has by default: embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out,
+    other_out, resid_post and final
     (the stream just before the final norm; layer n_layers). `positions` "all" by default; padding is never among them.
     Raises :class:`InputError`.
     """
@@ -168,7 +171,7 @@ def norms(
 def record(
     model: Model,
     prompts: object,
-    sites: Sequence[str] | str,
+    sites: object,
     positions: object = None,
     *,
     progress: bool = False,
@@ -185,7 +188,7 @@ def record(
     """
     opened(model)
     choice("check", check, CHECKS)
-    chosen = resolve(model.anatomy, (sites,) if isinstance(sites, str) else tuple(sites))
+    chosen = resolve(model.anatomy, plain(sites) if isinstance(plain(sites), list) else [sites])
     parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in where]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from tqdm import tqdm
 
@@ -10,19 +10,20 @@ from streamlens.errors import InputError, choice
 from streamlens.measure.metrics import METRICS
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
-from streamlens.prompts.plain import is_index
+from streamlens.prompts.plain import is_index, plain
 
 
-def chosen_metrics(metrics: Sequence[str] | str | None) -> tuple[str, ...]:
+def chosen_metrics(metrics: object) -> tuple[str, ...]:
     """The named metrics, all of them for None."""
     return several("metrics", metrics, METRICS)
 
 
-def chosen_layers(model: Model, layers: Sequence[int] | int | None) -> tuple[int, ...]:
+def chosen_layers(model: Model, layers: object) -> tuple[int, ...]:
     """Layers by index, all of them for None, each once and in order."""
     if layers is None:
         return tuple(range(model.n_layers))
-    given = [layers] if isinstance(layers, int) else list(layers)
+    given = plain(layers)
+    given = given if isinstance(given, list) else [given]
     for layer in given:
         if not is_index(layer) or not 0 <= layer < model.n_layers:
             raise InputError(f"layers must be indices from 0 to {model.n_layers - 1}; got {layer!r}")
@@ -31,9 +32,9 @@ def chosen_layers(model: Model, layers: Sequence[int] | int | None) -> tuple[int
     return tuple(sorted({int(layer) for layer in given}))
 
 
-def several(parameter: str, value: Sequence[str] | str | None, legal: Collection[str]) -> tuple[str, ...]:
+def several(parameter: str, value: object, legal: Collection[str]) -> tuple[str, ...]:
     """One or several of the legal words, all of them for None, each once."""
-    given = tuple(legal) if value is None else (value,) if isinstance(value, str) else tuple(value)
+    given = tuple(legal) if value is None else tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
     for one in given:
         choice(parameter, one, legal)
     if not given:

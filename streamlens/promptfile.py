@@ -44,7 +44,7 @@ def _jsonl(path: Path) -> pd.DataFrame:
 
 
 def _text(path: Path) -> pd.DataFrame:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     return pd.DataFrame({"prompt": [line for line in lines if line.strip()]})
 
 

@@ -83,7 +83,7 @@ _SUBLAYER = _id("sublayer", "which attention or MLP of the block; -1 for none")
 _HEAD = _id("head", "attention head; -1 for none")
 _UNIT_PLACE = (_LAYER, _SUBLAYER, _HEAD)
 _COMPONENT = _kind("component", "what wrote: embed, pos_embed, head, attn, attn_bias, mlp, mixer, norm_bias, unembed_bias, softcap, ...")
-_SITE = _kind("site", "embed, resid_pre, attn_out, resid_mid, mlp_out, resid_post or final (the stream just before the final norm)")
+_SITE = _kind("site", "embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out, other_out, resid_post or final (before the final norm)")
 _METRIC_UNIT = "the metric's own: nats for loss, kl and js, logits for target_logit and logit_diff"
 
 ATTRIBUTION = Table("attribution", (

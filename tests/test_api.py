@@ -254,3 +254,33 @@ def test_models_that_are_not_there_are_named(tmp_path):
     with pytest.raises(SourceError, match="no-such-owner/no-such-model"):
         sl.load("no-such-owner/no-such-model")
     assert issubclass(SourceError, StreamLensError)
+
+
+@pytest.mark.parametrize("positions", [-1, ["last", "last", "last"], np.array([-1])])
+def test_the_last_token_has_no_next_one_however_it_is_named(llama, positions):
+    expected = sl.ablate(llama, PROMPTS, positions="last")
+    pd.testing.assert_frame_equal(sl.ablate(llama, PROMPTS, positions=positions), expected)
+
+
+def test_layers_come_as_any_whole_numbers(llama):
+    expected = sl.ablate(llama, PROMPTS, layers=1)
+    for layers in (np.int64(1), [1], torch.tensor([1]), range(1, 2)):
+        pd.testing.assert_frame_equal(sl.ablate(llama, PROMPTS, layers=layers), expected)
+    with pytest.raises(InputError, match=r"layers must be indices from 0 to 2; got 1\.5"):
+        sl.ablate(llama, PROMPTS, layers=1.5)
+
+
+@pytest.mark.parametrize(("call", "arguments"), [("ablate", {"metrics": 5}), ("norms", {"sites": 3}), ("record", {"sites": None})])
+def test_what_is_no_list_of_words_is_named(llama, call, arguments):
+    with pytest.raises(InputError, match=f"{next(iter(arguments))} must be"):
+        getattr(sl, call)(llama, PROMPTS, **arguments)
+
+
+def test_a_prompt_without_its_target_is_named(llama):
+    with pytest.raises(InputError, match=r"target must be given for every prompt or for none, .*; got none for prompt 1"):
+        sl.attribute(llama, pd.DataFrame({"prompt": PROMPTS[:2], "target": [5, None]}))
+
+
+def test_half_a_surrogate_pair_is_no_text(smollm2):
+    with pytest.raises(InputError, match="text must be whole characters"):
+        sl.attribute(smollm2, "a \ud800")

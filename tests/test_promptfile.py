@@ -55,3 +55,8 @@ def test_bad_files(tmp_path, name, content, message):
 def test_missing_file(tmp_path):
     with pytest.raises(InputError, match="must be a file that exists"):
         read_prompts(tmp_path / "none.csv")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfThe capital\n")
+    assert read_prompts(tmp_path / "p.txt")["prompt"].tolist() == ["The capital"]

@@ -71,15 +71,15 @@ def attribution(rounds: int) -> None:
 
 def transformer_lens(model, ids: torch.Tensor, rounds: int) -> None:
     """TransformerLens' own attribution of all heads at all positions, on a deep copy in compatibility mode."""
-    from transformer_lens.tools.analysis.direct_logit_attribution import direct_logit_attribution
+    from transformer_lens.tools.analysis import direct_logit_attribution
 
     bridge = model.bridge(copy=True)
     bridge.enable_compatibility_mode()
-    following = ids.roll(-1, 1)
+    following = ids.roll(-1, 1)  # one answer a position, as target="next"
 
     def theirs() -> None:
-        _, cache = bridge.run_with_cache(ids)
-        direct_logit_attribution(bridge, cache, following, unit="head", pos=None)
+        with torch.no_grad():
+            direct_logit_attribution(bridge, ids, answer_tokens=following, unit="head", pos=None)
 
     sides = {"attribute": lambda: sl.attribute(model, ids, target="next", positions="all"), "theirs": theirs}
     seconds = alternate(sides, max(3, rounds // 2))

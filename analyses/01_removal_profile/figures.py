@@ -1,6 +1,6 @@
 """The figures of the removal profile, from the Parquet files alone: no model is opened.
 
-    python figures.py [DIR]
+python figures.py [DIR]
 """
 
 from __future__ import annotations

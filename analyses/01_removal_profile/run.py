@@ -1,6 +1,6 @@
 """Removal and norms over the bundled prompts for any models: one Parquet a model and table, finished models skipped.
 
-    python run.py MODEL [MODEL ...] [--out DIR] [--seed N]
+python run.py MODEL [MODEL ...] [--out DIR] [--seed N]
 """
 
 from __future__ import annotations

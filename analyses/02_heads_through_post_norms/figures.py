@@ -1,6 +1,6 @@
 """The scatter, the table and the sentence, from the Parquet file alone: no model is opened.
 
-    python figures.py [DIR]
+python figures.py [DIR]
 """
 
 from __future__ import annotations

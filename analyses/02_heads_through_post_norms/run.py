@@ -1,6 +1,6 @@
 """Three numbers for each head's share of a logit difference: streamlens, TransformerLens, and the intervention.
 
-    python run.py [--out DIR]
+python run.py [--out DIR]
 """
 
 from __future__ import annotations

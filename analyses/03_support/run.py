@@ -1,6 +1,6 @@
 """Every variant of the tests' zoo: what streamlens serves, how exactly, and what TransformerLens makes of the same tiny model.
 
-    python run.py [VARIANT ...] [--out DIR] [--fresh]
+python run.py [VARIANT ...] [--out DIR] [--fresh]
 """
 
 from __future__ import annotations

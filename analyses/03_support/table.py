@@ -1,6 +1,6 @@
 """support.md, support.csv and the README's summary, from the Parquet file alone: no model is opened.
 
-    python table.py [DIR]
+python table.py [DIR]
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def summary(df: pd.DataFrame) -> str:
     lines = ["| refused at load | what does not add up |", "|---|---|"]
     for _, alike in refused.groupby(["family", refused.brief.str.replace(r"[\d.e+-]+|inf", "", regex=True)], sort=False):
         lines.append(f"| {', '.join(alike.variant)} | {cell(alike.brief.iloc[0])} |")
-    text = "\n".join(textwrap.fill(line, 140) for line in f"{counts(df)} [All of them](analyses/03_support/support.md), one by one.".split("\n"))
+    text = "\n".join(
+        textwrap.fill(line, 140) for line in f"{counts(df)} [All of them](analyses/03_support/support.md), one by one.".split("\n")
+    )
     return f"{BEGIN}\n{text}\n\n" + "\n".join(lines) + f"\n{END}"
 
 

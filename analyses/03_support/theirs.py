@@ -40,7 +40,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Verdict:
-    """"exact", "wrong", "refused" or "crash"; the worst miss in logits and over sum|parts|; which row misses most, or the message."""
+    """ "exact", "wrong", "refused" or "crash"; the worst miss in logits and over sum|parts|; which row misses most, or the message."""
 
     verdict: str
     miss: float = float("nan")

@@ -35,6 +35,8 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     """
     frames.columns(df, _NEEDED, "an ablation")
     by = frames.grouping(df, by)
+    if {"layer", "delta"} & set(by):
+        raise InputError(f"by must name columns other than the two axes, layer and delta; got {by}")
     choice("metric", metric, df["metric"].unique())
     rows = df[df["metric"] == metric]
     if not rows["unit"].isin(_UNITS).all():
@@ -42,6 +44,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     frames.refuse_several(rows, by)
     frames.refuse_several(rows[rows["unit"] != "block"], by, names=["sublayer"])  # a block has none, -1
     frames.refuse_targets(rows, by, may=" or name it in by=")
+    frames.refuse_repeated(rows)
     groups = list(dict.fromkeys([*by, "unit"]))
     means = mean_interval(rows, "delta", [*groups, "layer"])
     means["unit"] = pd.Categorical(means["unit"], categories=_UNITS)

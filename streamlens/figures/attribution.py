@@ -99,6 +99,9 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
     frames.columns(df, _NEEDED, "an attribution")
     frames.refuse_several(df, names=["model"], may=_NO_BY)
     frames.refuse_targets(df)
+    frames.refuse_repeated(df)
+    if not np.isfinite(df["contribution"]).all():
+        raise InputError(f"df must hold finite contributions; got {int((~np.isfinite(df['contribution'])).sum())} that are not")
     if limit is not None and not limit > 0:
         raise InputError(f"limit must be above 0, in logits; got {limit!r}")
     cells = _cells(df)

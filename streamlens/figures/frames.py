@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pandas as pd
 
 from ..errors import InputError
+from ..schema import TABLES
 
 # Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
 _NOT_AVERAGED = ("model", "method", "span", "expert", "at", "reference")
+KEYS = {column.name for table in TABLES.values() for column in table.columns if column.key} | {"model"}
 
 
 def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
@@ -19,6 +21,13 @@ def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
         raise InputError(f"df must be {table} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns)) or 'none'}")
     if df.empty:
         raise InputError(f"df must be {table} table with rows; got none")
+
+
+def refuse_repeated(df: pd.DataFrame) -> None:
+    """Tables of single prompts under one another all say prompt 0, and would be averaged, or summed, as one prompt."""
+    key = [c for c in df.columns if c in KEYS]
+    if df.duplicated(key).any():
+        raise InputError("df must hold each row once; got repeated rows: give tables that were put together different numbers in `prompt`")
 
 
 def grouping(df: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:

@@ -118,7 +118,8 @@ def _pull(
         if value is None:
             shares = g @ constants[key].to(g)
         else:
-            shares = (pick(value).to(unembed.wide) * g).unflatten(-1, (max(heads.get(key, 0), 1), -1)).sum(-1)
+            by_head = (max(heads.get(key, 0), 1), -1)
+            shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), g.unflatten(-1, by_head))
         table.put(key, rows, shares[at] if dense else shares)
 
     readout.pull(hidden, start, sink, last=last)

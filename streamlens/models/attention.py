@@ -7,6 +7,7 @@ ours, and our function calls the family's own eager one. The others return their
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ NAME = "streamlens"
 SeeAttention = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Receives q `[batch, head, pos, d_head]`, k and v `[batch, kv_head, source, d_head]`, pattern `[batch, head, pos, source]`."""
 
-_seeing: list[SeeAttention] = []  # the callbacks of the passes under way, the innermost last
+_under_way = threading.local()  # `seeing`: the callbacks of this thread's passes, the innermost last
 
 
 @contextmanager
@@ -28,13 +29,14 @@ def watched_attention(module: nn.Module, see: SeeAttention) -> Iterator[None]:
     configs = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]
     looked_up = any(_eager(type(m)) for m in module.modules())
+    seeing = _under_way.__dict__.setdefault("seeing", [])
     try:
-        _seeing.append(see)
+        seeing.append(see)
         for config, _ in before:
             config._attn_implementation = NAME if looked_up else "eager"
         yield
     finally:
-        _seeing.remove(see)
+        seeing.remove(see)
         for config, implementation in before:
             config._attn_implementation = implementation
 
@@ -53,8 +55,8 @@ def _eager(kind: type[nn.Module]) -> Callable | None:
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs):
     output, pattern = _eager(type(module))(module, query, key, value, *args, **kwargs)
-    if _seeing:
-        _seeing[-1](query, key, value, pattern)
+    if seeing := getattr(_under_way, "seeing", None):
+        seeing[-1](query, key, value, pattern)
     return output, pattern
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.norms import looks_like_norm
@@ -43,8 +43,11 @@ def structure(module: nn.Module) -> Structure:
         raise UnsupportedModelError(
             f"{type(module).__name__} names no input or output embeddings: not a decoder with a language-model head"
         )
+    if not isinstance(unembed.weight, Tensor):
+        raise UnsupportedModelError(f"{type(module).__name__}: its unembedding is packed, and its rows cannot be read")
     stack = _blocks(module)
-    blocks = tuple(f"{stack}.{i}" for i in range(len(module.get_submodule(stack))))
+    # A block object that stands at several places is one block, applied several times: named_children gives it once.
+    blocks = tuple(f"{stack}.{name}" for name, _ in module.get_submodule(stack).named_children())
     readers, norms = [], []
     for path in blocks:
         for child, is_norm in _children(module.get_submodule(path), path):

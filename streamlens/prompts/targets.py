@@ -63,6 +63,8 @@ def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, vers
     columns = {"target": prompts.targets, "versus": prompts.versus}
     ids, forgotten = {}, {}
     for name, value in given.items():
+        if name == "target" and value is None:
+            _refuse_gaps(columns[name])
         entries = _entries(columns[name] if value is None else value, len(prompts), name, from_column=value is None)
         ids[name] = [[_token(e, prompts, i, tokenizer, name, forgotten) for e in entries[i]] for i in range(len(prompts))]
     if forgotten:
@@ -87,6 +89,13 @@ def fill_top(readouts: Readouts, top: Int64[np.ndarray, " row"]) -> Readouts:
     table = np.stack([out.prompt, out.position, out.target, out.versus])
     _, first = np.unique(table, axis=1, return_index=True)
     return out if len(first) == len(out) else out.take(np.sort(first))
+
+
+def _refuse_gaps(column: tuple | None) -> None:
+    """A prompt without its target would be read at the likeliest token, among others that are read at theirs."""
+    missing = [i for i, value in enumerate(column or ()) if value is None]
+    if missing and len(missing) < len(column):
+        raise InputError(f"target must be given for every prompt or for none, 'top' for the likeliest; got none for prompt {missing[0]}")
 
 
 def _entries(value: object, n: int, name: str, from_column: bool) -> list[list]:

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..errors import InputError
+
 
 def encode(tokenizer, text: str, special: bool = True) -> list[int]:
     """The ids of `text`; with `special` also those that the tokenizer itself adds (a BOS), never any other."""
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
+        raise InputError(f"text must be whole characters; got half of a surrogate pair in {text[:40]!r}")
     return [int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"]]
 
 

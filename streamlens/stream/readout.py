@@ -9,6 +9,7 @@ touched. See Elhage et al. 2021 for direct logit attribution, and McGrath et al.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Readout(Planted):
         for path in dict.fromkeys(w.leaf for _, w in anatomy.writes() if not w.n_heads):
             run.on_output(path, lambda layer, out, _, path=path: self._leaf_at_output(layer, path, out))
         for path, form in anatomy.norms.items():
-            run.on_output(path, lambda layer, out, x, path=path, form=form: self._freeze(layer, path, form, x, out))
+            run.replace(path, partial(self._frozen, path, form))
 
     def _leaf(self, key: Key, value: Tensor) -> Tensor:
         leaf = value.detach().requires_grad_()
@@ -111,10 +112,11 @@ class Readout(Planted):
         if write is not None and write.bias:
             out.register_hook(lambda g: self._report((layer, "bias", path), None, g))
 
-    def _freeze(self, layer: int, path: str, form: NormForm, x: Tensor | None, out: Tensor) -> Tensor | None:
-        if x is None or not x.requires_grad:
-            return None
-        return _FrozenNorm.apply(x, out.detach(), form, lambda g: self._report((layer, "norm", path), None, g))
+    def _frozen(self, path: str, form: NormForm, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        layer, x = self._run.now, next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+        with torch.no_grad():
+            out = original(*args, **kwargs)
+        return _FrozenNorm.apply(x, out, form, lambda g: self._report((layer, "norm", path), None, g)) if x.requires_grad else out
 
     def _report(self, key: Key, value: Tensor | None, g: Tensor | None) -> None:
         if self._sink is not None and g is not None:

@@ -38,7 +38,7 @@ def names(anatomy: Anatomy, site: str) -> tuple[str, ...]:
     return tuple(name for layer, write in anatomy.writes() if (name := _write_name(layer, write, site)))
 
 
-def resolve(anatomy: Anatomy, sites: Collection[str]) -> dict[str, str]:
+def resolve(anatomy: Anatomy, sites: Collection[object]) -> dict[str, str]:
     """The asked-for names and their sites; a site stands for all of its names. Raises InputError for what this model has not."""
     every = {name: site for site in RECORDED for name in names(anatomy, site)}
     chosen: dict[str, str] = {}

@@ -7,15 +7,18 @@ changed flag, no changed mode, also after an exception or Ctrl-C.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from streamlens.errors import InputError
 from streamlens.models.anatomy import Anatomy
 
 InputHook = Callable[[int, dict[str, Any]], dict[str, Any] | None]
@@ -28,20 +31,32 @@ class _Reached(Exception):
 
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without trainable parameters; afterwards as it was."""
-    training = [m for m in module.modules() if m.training]
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    try:
-        for m in training:
-            m.training = False
-        for p in trainable:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p in trainable:
-            p.requires_grad_(True)
-        for m in training:
-            m.training = True
+    """The model in eval mode and without trainable parameters; afterwards as it was. One thread at a time has it."""
+    with _lock_of(module):
+        training = [m for m in module.modules() if m.training]
+        # What was made under inference_mode takes no flag, and needs none.
+        trainable = [p for p in module.parameters() if p.requires_grad and not p.is_inference()]
+        try:
+            for m in training:
+                m.training = False
+            for p in trainable:
+                p.requires_grad_(False)
+            yield
+        finally:
+            for m in training:
+                m.training = True
+            for p in trainable:
+                p.requires_grad_(True)
+
+
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+def _lock_of(module: nn.Module) -> threading.RLock:
+    """Hooks of two runs in one module would see each other's tensors."""
+    with _locks_lock:
+        return _locks.setdefault(module, threading.RLock())
 
 
 class Run:
@@ -68,7 +83,7 @@ class Run:
         self._borrow.__enter__()
         try:
             for path in self._blocks:
-                block = self.module.get_submodule(path)
+                block = self._part(path)
                 self._handles.append(block.register_forward_pre_hook(self._enter_block))
                 self._handles.append(block.register_forward_hook(self._leave_block))
         except BaseException:
@@ -85,6 +100,12 @@ class Run:
             else:
                 module.forward = forward
         self._borrow.__exit__(None, None, None)
+
+    def _part(self, path: str) -> nn.Module:
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError as error:
+            raise InputError(f"model has changed since it was loaded ({path} is gone): load it again") from error
 
     # -- hooks ---------------------------------------------------------------------------------------------------
     def on_input(self, path: str, hook: InputHook) -> None:

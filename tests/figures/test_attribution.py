@@ -189,3 +189,14 @@ def test_tokens_that_a_font_or_mathtext_cannot_draw_are_spelled_out(attribution)
 )
 def test_component_labels(row, label):
     assert labels.component(row) == label
+
+
+def test_tables_put_together_without_numbers_of_their_own_are_refused(attribution):
+    df = attribution()
+    with pytest.raises(InputError, match=r"df must hold each row once; got repeated rows: .* different numbers in `prompt`"):
+        figures.heads(pd.concat([df, df]))
+
+
+def test_contributions_that_are_not_finite_are_refused(attribution):
+    with pytest.raises(InputError, match=r"df must hold finite contributions; got .* that are not"):
+        figures.heads(attribution().assign(contribution=np.nan))

@@ -1,9 +1,13 @@
 """What discovery measures instead of believing a config."""
 
+import warnings
+
+import pytest
 import torch
 import transformers
 
 import streamlens as sl
+from streamlens.errors import UnsupportedModelError
 from tests.models import tiny
 
 
@@ -22,3 +26,19 @@ def test_labels_do_not_read_the_family_name():
     torch.manual_seed(0)
     anatomy = sl.load(transformers.RecurrentGemmaForCausalLM(config).eval()).anatomy
     assert [[w.kind for w in layer.writes] for layer in anatomy.layers] == [["mixer", "mlp"], ["mixer", "mlp"], ["attn", "mlp"]]
+
+
+def test_one_block_at_two_places_is_applied_twice():
+    model = tiny.model("llama")
+    model.model.layers[1] = model.model.layers[0]
+    loaded = sl.load(model)
+    assert [layer.path for layer in loaded.anatomy.layers][:2] == ["model.layers.0"] * 2
+    df = sl.attribute(loaded, [[5, 6, 7, 8]], target=9, check="full")
+    assert sorted(df[df.component == "mlp"].layer) == list(range(loaded.n_layers))
+
+
+def test_a_packed_unembedding_is_refused():
+    with warnings.catch_warnings(action="ignore"):  # torch announces another place for it
+        packed = torch.ao.quantization.quantize_dynamic(tiny.model("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModelError, match="its unembedding is packed, and its rows cannot be read"):
+        sl.load(packed)

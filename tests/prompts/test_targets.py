@@ -70,7 +70,7 @@ def test_a_prompt_of_one_token_has_no_next_token_to_read():
 
 
 def test_the_columns_of_a_frame_stand_in_for_none(tiny):
-    df = pd.DataFrame({"prompt": ["a b", "a"], "target": [[" c", " d"], None], "versus": [None, " c"], "position": [0, -1]})
+    df = pd.DataFrame({"prompt": ["a b", "a"], "target": [[" c", " d"], "top"], "versus": [None, " c"], "position": [0, -1]})
     assert read(df, tiny()) == [(0, 0, 8, NONE), (0, 0, 9, NONE), (1, 0, TOP, 8)]
     assert read(df, tiny(), target=" a", versus="mean", positions="last") == [(0, 1, 6, MEAN), (1, 0, 6, MEAN)]
 

@@ -1,12 +1,13 @@
 """The user's model comes back as it was: after success, after an exception and after Ctrl-C, whatever was called."""
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
 import torch
 
 import streamlens as sl
-from streamlens.errors import UnsupportedModelError
+from streamlens.errors import InputError, UnsupportedModelError
 from streamlens.stream.run import Run, borrowed
 from tests.models import tiny
 
@@ -215,3 +216,28 @@ def test_a_hooks_tensor_takes_the_place_of_input_and_output():
         twice = run.hidden(ids)
     assert not torch.equal(clean, changed)
     assert not torch.equal(changed, twice)
+
+
+def test_one_thread_at_a_time_has_a_model():
+    model = tiny.proven("llama")
+    before, expected = state(model.module), sl.ablate(model, PROMPTS, metrics="kl")
+    with ThreadPoolExecutor(3) as pool:
+        frames = list(pool.map(lambda _: sl.ablate(model, PROMPTS, metrics="kl"), range(6)))
+    assert all(frame.equals(expected) for frame in frames)
+    assert state(model.module) == before
+
+
+def test_a_model_that_changed_since_it_was_loaded_is_named():
+    model = sl.load(tiny.model("llama"))
+    del model.module.model.layers[2]
+    with pytest.raises(InputError, match=r"model has changed since it was loaded \(model.layers.2 is gone\): load it again"):
+        sl.norms(model, PROMPTS)
+
+
+def test_weights_made_under_inference_mode_come_back_as_they_were():
+    with torch.inference_mode():
+        module = tiny.model("llama").train()
+    before = state(module)
+    with pytest.raises(UnsupportedModelError, match="cannot be read"):
+        sl.load(module)
+    assert state(module) == before
