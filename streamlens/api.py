@@ -151,9 +151,8 @@ def norms(
     """How does the stream grow? One row a measure at one site of one layer at one position, in the stream's own units.
 
     `measures`: "l2" and "rms". `sites`, all that the model has by default: embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out,
-    other_out, resid_post and final
-    (the stream just before the final norm; layer n_layers). `positions` "all" by default; padding is never among them.
-    Raises :class:`InputError`.
+    other_out, resid_post and final (the stream just before the final norm; layer n_layers). `positions` "all" by default; padding is
+    never among them. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
     """
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}

@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 
-from . import __version__
-from .errors import StreamLensError
+from streamlens import __version__
+from streamlens.errors import StreamLensError
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: beside other load, threads that spin cost a factor of ten
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
-        from .commands import run
+        from streamlens.commands import run
 
         run(args)
         sys.stdout.flush()

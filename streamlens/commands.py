@@ -13,11 +13,10 @@ from pathlib import Path
 import pandas as pd
 
 import streamlens as sl
-
-from . import figures, promptfile, text
-from .errors import InputError
-from .folder import output_folder
-from .schema import write_parquet
+from streamlens import figures, promptfile, text
+from streamlens.errors import InputError
+from streamlens.folder import output_folder
+from streamlens.schema import write_parquet
 
 WATERFALLS = 8  # figures a call draws at most, one a logit
 Given = list[str] | pd.DataFrame | None  # prompts as the command line gives them
@@ -146,7 +145,7 @@ FIGURES = {
 
 
 def _report(args: argparse.Namespace, prompts: Given) -> None:
-    from .report import report
+    from streamlens.report import report
 
     asked = {"target": _one_or_each(args.target), "versus": _one_or_each(args.versus), "progress": not args.quiet}
     opened = {"device": args.device, "dtype": args.dtype, "seed": args.seed}

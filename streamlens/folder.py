@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .errors import InputError
+from streamlens.errors import InputError
 
 MANIFEST = "streamlens.json"
 

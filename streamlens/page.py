@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.axes import Axes
 
-from . import figures
-from .summary import Tables, by_set, grown_layers, model_line, sets_table
+from streamlens import figures
+from streamlens.summary import Tables, by_set, grown_layers, model_line, sets_table
 
 _SHOWN_AS_WATERFALL = ("indirect_objects", "facts", "prompts")
 _STYLE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from .errors import InputError
+from streamlens.errors import InputError
 
 _TEXT = ("prompt", "target", "versus", "corrupted")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from . import api, page, schema
-from .folder import output_folder
-from .prompts import all_bundled
-from .summary import Tables, summarise
+from streamlens import api, page, schema
+from streamlens.folder import output_folder
+from streamlens.prompts import all_bundled
+from streamlens.summary import Tables, summarise
 
 UNITS = ("block", "attn", "mlp")
 _SWEPT = 6  # prompts of each bundled set that layers are removed for

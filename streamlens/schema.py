@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import union_categoricals
 
-from .errors import InputError, choice
+from streamlens.errors import InputError, choice
 
 NONE = -1  # an integer column's "none": no layer, no head, no versus; groupby would lose a null
 MEAN = -2  # `versus` where the logit is centred over the vocabulary

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from .errors import InputError, choice
+from streamlens.errors import InputError, choice
 
 _CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
 _FLAT = 1e-24  # sum of squares of log norms below which they differ by rounding alone

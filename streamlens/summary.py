@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from . import stats
-from .text import component_name
+from streamlens import stats
+from streamlens.text import component_name
 
 
 @dataclass(frozen=True)

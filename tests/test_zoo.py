@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import streamlens as sl
+from streamlens import schema
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import Component, attribute_batch, components
 from streamlens.models.anatomy import Anatomy, Layer
@@ -176,6 +177,10 @@ def test_heads_are_as_many_as_the_attention_patterns(case):
         # A head of the differential transformer takes the difference of two maps.
         maps_a_head = 2 if case.module.config.model_type == "diffllama" else 1
         assert [a.shape[1] for a in patterns] == [maps_a_head * n_heads for n_heads in heads]
+
+
+def test_no_row_of_the_norms_stands_twice(case):
+    schema.validate(sl.norms(case.model, PROMPTS[:1], measures="l2"), "norms")
 
 
 # -- every component by itself -------------------------------------------------------------------------------------------

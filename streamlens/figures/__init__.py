@@ -3,9 +3,9 @@
 Every function takes `ax=`; without it the Axes are on a figure of their own, which Jupyter shows as `ax.figure`.
 """
 
-from .ablation import removal
-from .attribution import heads, waterfall
-from .norms import growth
-from .style import save, style
+from streamlens.figures.ablation import removal
+from streamlens.figures.attribution import heads, waterfall
+from streamlens.figures.norms import growth
+from streamlens.figures.style import save, style
 
 __all__ = ["growth", "heads", "removal", "save", "style", "waterfall"]

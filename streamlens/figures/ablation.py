@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 
-from ..errors import InputError, choice
-from ..stats import mean_interval
-from . import frames, labels, lines
-from .style import new_axes, thin, title
+from streamlens.errors import InputError, choice
+from streamlens.figures import frames, labels, lines
+from streamlens.figures.style import new_axes, thin, title
+from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
 _UNITS = ("block", "attn", "mlp")

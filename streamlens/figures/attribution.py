@@ -10,10 +10,10 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from ..errors import InputError
-from ..stats import mean_interval
-from . import frames, labels
-from .style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin, title
+from streamlens.errors import InputError
+from streamlens.figures import frames, labels
+from streamlens.figures.style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin, title
+from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "target_token", "versus", "versus_token", "component", "layer", "head", "contribution", "logit")
 # The columns beside the heads, and whose rows they sum.

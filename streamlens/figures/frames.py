@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from ..errors import InputError
-from ..schema import TABLES
+from streamlens.errors import InputError
+from streamlens.schema import TABLES
 
 # Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
 _NOT_AVERAGED = ("model", "method", "span", "expert", "at", "reference")

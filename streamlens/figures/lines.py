@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from .style import PALETTE
+from streamlens.figures.style import PALETTE
 
 _DASHES = ("-", "--", ":", "-.")
 

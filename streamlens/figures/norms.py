@@ -9,9 +9,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from ..stats import growth_rate, log_norms, mean_interval
-from . import frames, labels, lines
-from .style import new_axes, thin, title
+from streamlens.figures import frames, labels, lines
+from streamlens.figures.style import new_axes, thin, title
+from streamlens.stats import growth_rate, log_norms, mean_interval
 
 _NEEDED = ("prompt", "position", "layer", "site", "measure", "value")
 _MEASURES = {"l2": "residual stream norm (L2)", "rms": "residual stream RMS"}

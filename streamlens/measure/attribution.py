@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from streamlens.measure.places import flat_index, with_top
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
-from streamlens.prompts import Readouts, TokenBatch
+from streamlens.prompts import MEAN, NONE, Readouts, TokenBatch
 from streamlens.stream.readout import Key, Readout
 from streamlens.stream.run import Run
-from streamlens.stream.unembed import MEAN_VERSUS, NO_VERSUS, Unembed
+from streamlens.stream.unembed import Unembed
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares
         _, logits = run.logits(batch.ids, batch.mask)
     rows = logits.reshape(-1, logits.shape[-1])[torch.from_numpy(flat_index(batch, r.prompt, r.position)).to(logits.device)].double().cpu()
     target, versus = torch.from_numpy(r.target), torch.from_numpy(r.versus)
-    minus = torch.where(versus == MEAN_VERSUS, rows.mean(-1), rows.gather(-1, versus.clamp_min(0)[:, None])[:, 0])
-    minus = torch.where(versus == NO_VERSUS, 0.0, minus)
+    minus = torch.where(versus == MEAN, rows.mean(-1), rows.gather(-1, versus.clamp_min(0)[:, None])[:, 0])
+    minus = torch.where(versus == NONE, 0.0, minus)
     printed = rows.gather(-1, target[:, None])[:, 0] - minus
     return ((printed - torch.from_numpy(shares.logit)).abs() / rows.abs().max()).numpy()
 

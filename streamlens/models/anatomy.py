@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from streamlens.models.norms import NormForm
 
-KINDS = ("attn", "mlp", "mixer", "other")
-
 
 @dataclass(frozen=True)
 class Write:

@@ -49,9 +49,9 @@ class Proof:
     printed: float = float("nan")  # our logit = the printed one
 
 
-def probe_ids(module: nn.Module, n: int = LENGTHS[0]) -> Tensor:
-    """Two rows of `n` random tokens, all different, special ones at the vocabulary's start avoided where there is room."""
-    n_vocab = module.get_input_embeddings().weight.shape[0]
+def probe_ids(module: nn.Module) -> Tensor:
+    """Two rows of random tokens, all different, special ones at the vocabulary's start avoided where there is room."""
+    n_vocab, n = module.get_input_embeddings().weight.shape[0], LENGTHS[0]
     generator = torch.Generator().manual_seed(0)
     low = n_vocab // 10
     if n_vocab - low < 2 * n:

@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from .batches import TokenBatch, batches
-from .parse import Prompts, parse
-from .positions import positions
-from .targets import MEAN, NO_READOUTS, NONE, TOP, Readouts, fill_top, readouts
+from streamlens.prompts.batches import TokenBatch, batches
+from streamlens.prompts.parse import Prompts, parse
+from streamlens.prompts.positions import positions
+from streamlens.prompts.targets import MEAN, NO_READOUTS, NONE, TOP, Readouts, fill_top, readouts
 
 _BUNDLED = ("all_bundled", "bundled", "bundled_names")
 

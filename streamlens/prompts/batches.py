@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 
-from ..errors import InputError
-from .parse import Prompts
-from .plain import is_index
+from streamlens.errors import InputError
+from streamlens.prompts.parse import Prompts
+from streamlens.prompts.plain import is_index
 
 
 @dataclass(frozen=True)

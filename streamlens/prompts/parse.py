@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import InputError
-from .plain import is_index, plain
-from .text import decode, encode
+from streamlens.errors import InputError
+from streamlens.prompts.plain import is_index, plain
+from streamlens.prompts.text import decode, encode
 
 RESERVED = ("prompt", "target", "versus", "position", "corrupted")
 # The columns of all result tables. `schema` has them too, but it needs pandas, which may not come in this way; tested equal.

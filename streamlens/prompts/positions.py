@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import InputError
-from .parse import Prompts
-from .plain import is_index, plain
+from streamlens.errors import InputError
+from streamlens.prompts.parse import Prompts
+from streamlens.prompts.plain import is_index, plain
 
 _LEGAL = "'last', 'all', an index, a list of indices, or one of these a prompt"
 

@@ -10,8 +10,8 @@ from importlib.resources import files
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError, choice
-from .text import added, encode
+from streamlens.errors import InputError, choice
+from streamlens.prompts.text import added, encode
 
 _FILES = ("indirect_objects", "facts", "agreement")
 _REPEATED = "repeated"

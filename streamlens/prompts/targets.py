@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from jaxtyping import Int64
 
-from ..errors import InputError
-from .parse import Prompts
-from .plain import is_index, plain
-from .positions import asked
-from .positions import positions as resolve
-from .text import added, pieces
+from streamlens.errors import InputError
+from streamlens.prompts.parse import Prompts
+from streamlens.prompts.plain import is_index, plain
+from streamlens.prompts.positions import asked
+from streamlens.prompts.positions import positions as resolve
+from streamlens.prompts.text import added, pieces
 
 NONE = -1  # no versus
 MEAN = -2  # versus: the mean over the vocabulary

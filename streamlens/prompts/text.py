@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import InputError
+from streamlens.errors import InputError
 
 
 def encode(tokenizer, text: str, special: bool = True) -> list[int]:

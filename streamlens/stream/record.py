@@ -74,7 +74,7 @@ def record_batch(
         attention = sites & set(ATTENTION)
         with watched_attention(module, lambda *qkvp: _seen(run.layer, qkvp, see)) if attention else nullcontext():
             if "pattern" in attention:
-                _watch_returned(run, module, anatomy, see)
+                _watch_returned(run, anatomy, see)
             run.hidden(batch.ids, batch.mask)
     missing = sorted(chosen.keys() - kept.keys(), key=lambda n: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", n)])
     if missing:
@@ -112,7 +112,7 @@ def _seen(layer: int, qkvp: tuple[Tensor, ...], see: See) -> None:
         see(f"blocks.{layer}.attn.{ATTENTION[site]}", value.transpose(1, 2))
 
 
-def _watch_returned(run: Run, module: nn.Module, anatomy: Anatomy, see: See) -> None:
+def _watch_returned(run: Run, anatomy: Anatomy, see: See) -> None:
     for path, n_heads in {w.reader: w.n_heads for _, w in anatomy.writes() if w.kind == "attn" and w.n_heads}.items():
 
         def returned(layer: int, output: object, n_heads: int = n_heads) -> None:

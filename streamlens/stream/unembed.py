@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from streamlens.models.anatomy import LogitMap
 from streamlens.models.logits import apply_map, capped
 from streamlens.models.structure import bias_of
-
-NO_VERSUS, MEAN_VERSUS = -1, -2
+from streamlens.prompts import MEAN, NONE
 
 CHUNK_ELEMENTS = 2**23
 """Logits made at once where all of the vocabulary is needed: 32 MiB in float32."""
@@ -38,9 +37,9 @@ class Unembed:
         """What a stream entering the unembedding is multiplied with: W_U[target] - W_U[versus], times the multiplier."""
         rows = self._rows(self.module.weight, target)
         minus = self._rows(self.module.weight, versus.clamp_min(0))
-        minus = torch.where((versus == NO_VERSUS)[:, None], torch.zeros_like(minus), minus)
-        if bool((versus == MEAN_VERSUS).any()):
-            minus = torch.where((versus == MEAN_VERSUS)[:, None], self.module.weight.mean(0, dtype=self.wide), minus)
+        minus = torch.where((versus == NONE)[:, None], torch.zeros_like(minus), minus)
+        if bool((versus == MEAN).any()):
+            minus = torch.where((versus == MEAN)[:, None], self.module.weight.mean(0, dtype=self.wide), minus)
         return (rows - minus) * self.logit_map.multiplier
 
     def bias(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
@@ -48,15 +47,13 @@ class Unembed:
         bias = bias_of(self.module)
         if bias is None:
             return torch.zeros(len(target), dtype=self.wide, device=target.device)
-        minus = torch.where(
-            versus == NO_VERSUS, torch.zeros((), dtype=self.wide, device=bias.device), self._rows(bias, versus.clamp_min(0))
-        )
-        minus = torch.where(versus == MEAN_VERSUS, bias.to(self.wide).mean(), minus)
+        minus = torch.where(versus == NONE, torch.zeros((), dtype=self.wide, device=bias.device), self._rows(bias, versus.clamp_min(0)))
+        minus = torch.where(versus == MEAN, bias.to(self.wide).mean(), minus)
         return (self._rows(bias, target) - minus) * self.logit_map.multiplier
 
     def logit(self, hidden: Float[Tensor, "row d_model"], token: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
         """One logit a row before the cap, from the unembedding's own row."""
-        none = torch.full_like(token, NO_VERSUS)
+        none = torch.full_like(token, NONE)
         return (hidden.to(self.wide) * self.direction(token, none)).sum(-1) + self.bias(token, none)
 
     def softcap(
@@ -67,8 +64,8 @@ class Unembed:
         if cap is None:
             return torch.zeros(len(target), dtype=self.wide, device=hidden.device)
         z_t, z_v = self.logit(hidden, target), self.logit(hidden, versus.clamp_min(0))
-        bend_v = torch.where(versus == NO_VERSUS, torch.zeros_like(z_v), capped(z_v, cap) - z_v)
-        mean = versus == MEAN_VERSUS
+        bend_v = torch.where(versus == NONE, torch.zeros_like(z_v), capped(z_v, cap) - z_v)
+        mean = versus == MEAN
         if bool(mean.any()):
             bend_v[mean] = self._mean_bend(hidden[mean], cap)
         return capped(z_t, cap) - z_t - bend_v
