@@ -64,6 +64,7 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
         norms=forms,
         unembed=found.unembed,
         unembed_bias=tree.has_bias(module.get_output_embeddings()),
+        path_norms=frozenset((layer, path) for layer in range(-1, n_layers + 1) for path in forms),  # until the readout says which
     )
     draft = replace(draft, pos_embeds=_positions(module, draft, ids))
     reached, clones = _on_path(module, draft, ids)

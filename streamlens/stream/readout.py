@@ -62,7 +62,10 @@ class Readout(Planted):
         """The unembedding's input, as a function of the leaves."""
         self.leaves.clear()
         with torch.inference_mode(False), torch.enable_grad():
-            return self._run.hidden(ids, mask)
+            hidden = self._run.hidden(ids, mask)
+        if not hidden.requires_grad:
+            raise UnsupportedModelError(f"{type(self.module).__name__}: none of the writes of its anatomy reaches the unembedding")
+        return hidden
 
     def pull(self, hidden: Tensor, direction: Float[Tensor, "batch pos d_model"], sink: Sink, *, last: bool = True) -> None:
         """Pull `direction` at the unembedding's input back to every leaf and constant, each reported to `sink` and then dropped."""
@@ -116,6 +119,8 @@ class Readout(Planted):
         layer, x = self._run.now, next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         with torch.no_grad():
             out = original(*args, **kwargs)
+        if (layer, path) not in self.anatomy.path_norms:
+            return out  # only read, and what is read has no gradient
         return _FrozenNorm.apply(x, out, form, lambda g: self._report((layer, "norm", path), None, g)) if x.requires_grad else out
 
     def _report(self, key: Key, value: Tensor | None, g: Tensor | None) -> None:
