@@ -6,12 +6,12 @@ The public names load on first use (PEP 562), so that `import streamlens` brings
 __version__ = "0.1.0"
 
 _HOME = {
-    "load": "api",
-    "attribute": "api",
-    "ablate": "api",
-    "norms": "api",
-    "record": "api",
-    "card": "api",
+    "load": "models.loaded",
+    "attribute": "calls.attribute",
+    "ablate": "calls.ablate",
+    "norms": "calls.norms",
+    "record": "calls.record",
+    "card": "calls.card",
     "growth_rate": "stats",
 }
 _MODULES = ("errors", "figures", "prompts", "schema", "stats")

@@ -12,6 +12,9 @@ from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
 from streamlens.prompts.plain import is_index, plain
 
+MAX_TOKENS = 2048
+"""Tokens a batch, padding included, where a call does not say otherwise."""
+
 
 def chosen_metrics(metrics: object) -> tuple[str, ...]:
     """The named metrics, all of them for None."""

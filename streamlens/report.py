@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from streamlens import api, page, schema
+import streamlens as sl
+from streamlens import page, schema
 from streamlens.folder import output_folder
 from streamlens.prompts import all_bundled
 from streamlens.summary import Tables, summarise
@@ -54,7 +55,7 @@ def report(
     """
     folder = Path(out) if out is not None else _dated()
     with output_folder(folder, overwrite) as work:
-        model = api.load(model, device=device, dtype=dtype) if isinstance(model, (str, os.PathLike)) else model
+        model = sl.load(model, device=device, dtype=dtype) if isinstance(model, (str, os.PathLike)) else model
         left_out, swept = 0, None
         if prompts is None:
             prompts, left_out = all_bundled(model.tokenizer, seed=seed)
@@ -77,16 +78,16 @@ def measure(model, prompts, target=None, versus=None, progress: bool = False, sw
     """
     asked = {"target": "top" if target is None and not _names_targets(prompts) else target, "versus": versus}
     shown = {"progress": progress, "max_tokens": _BATCH}
-    attribution = api.attribute(model, prompts, **asked, **shown)
-    norms = api.norms(model, _alone(prompts), **shown)
+    attribution = sl.attribute(model, prompts, **asked, **shown)
+    norms = sl.norms(model, _alone(prompts), **shown)
     chosen = prompts if swept is None else prompts.iloc[swept]
-    parts = [api.ablate(model, chosen, unit=unit, **asked, **shown) for unit in UNITS]
+    parts = [sl.ablate(model, chosen, unit=unit, **asked, **shown) for unit in UNITS]
     if (norms.position > 0).any():  # else no token has a next one to predict
-        parts.append(api.ablate(model, _alone(chosen), unit="block", metrics=["loss"], **shown))
+        parts.append(sl.ablate(model, _alone(chosen), unit="block", metrics=["loss"], **shown))
     ablation = schema.concat(parts, "ablation")
     if swept is not None:
         ablation["prompt"] = swept[ablation["prompt"]]  # the row among all prompts, as in the other tables
-    return Tables(api.card(model), attribution, ablation, norms)
+    return Tables(sl.card(model), attribution, ablation, norms)
 
 
 def _spread(prompts: pd.DataFrame) -> np.ndarray:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from streamlens import frames, schema
+from streamlens.frames.columns import repeat
 from streamlens.measure.ablation import Removal, Variant
 from streamlens.measure.attribution import Component, Shares
 from streamlens.measure.growth import Sites
@@ -135,6 +136,6 @@ def test_a_stamp_holds_plain_values_only(labels):
 
 
 def test_codes_are_repeated_without_their_texts():
-    repeated = frames.repeat(pd.Categorical(["a", "b", "a"]), 2)
+    repeated = repeat(pd.Categorical(["a", "b", "a"]), 2)
     assert repeated.tolist() == ["a", "a", "b", "b", "a", "a"]
     assert repeated.categories.tolist() == ["a", "b"]

@@ -135,7 +135,7 @@ def test_bad_prompts_leave_nothing(tiny, tmp_path):
 
 
 def test_command_prints_summary_and_place(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("streamlens.api.load", lambda source, device=None, dtype=None: tiny)
+    monkeypatch.setattr("streamlens.load", lambda source, device=None, dtype=None: tiny)
     assert cli.main(["report", "--prompt", "Hi there", "--out", str(tmp_path / "out"), "--quiet"]) == 0
     out, err = capsys.readouterr()
     assert "worst additivity error" in out

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import streamlens as sl
-from streamlens import api, schema
+from streamlens import schema
 from streamlens.errors import InputError, NumericError, SourceError, StreamLensError, UnsupportedModelError
 from streamlens.measure import growth
 from tests.models import tiny
@@ -67,7 +67,9 @@ def test_a_model_without_a_tokenizer_takes_ids(llama):
 
 def test_batches_are_within_max_tokens(llama, monkeypatch):
     shapes = []
-    monkeypatch.setattr(api, "watched", lambda items, progress, title: shapes.extend(tuple(b.ids.shape) for b in items) or items)
+    monkeypatch.setattr(
+        "streamlens.calls.norms.watched", lambda items, progress, title: shapes.extend(tuple(b.ids.shape) for b in items) or items
+    )
     sl.norms(llama, PROMPTS, max_tokens=12)
     assert shapes == [(1, 7), (2, 6)]
 

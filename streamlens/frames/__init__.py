@@ -1,0 +1,9 @@
+"""The only door from arrays to DataFrames: codes and categories, never one string a row."""
+
+from streamlens.frames.ablation import ablation
+from streamlens.frames.attribution import attribution
+from streamlens.frames.columns import Labels
+from streamlens.frames.norms import norms
+from streamlens.frames.stamp import card, stamp
+
+__all__ = ["Labels", "ablation", "attribution", "card", "norms", "stamp"]
