@@ -1,5 +1,7 @@
 """Arrays to tables: codes, categories, the user's own columns, and rows in order whatever the batches were."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -129,9 +131,11 @@ def test_a_stamp_holds_plain_values_only(labels):
         name, source, revision, dtype = "tiny", "memory", None, torch.bfloat16
 
     df = frames.stamp(
-        pd.DataFrame(), Model, {"target": [[1, " a"], ["b"]], "at": torch.tensor([1, 2]), "of": dict, "r": range(2)}, error=0.5
+        pd.DataFrame(), Model, {"target": [[1, " a"], ["b"]], "at": torch.tensor([1, 2]), "of": dict, "r": range(2), "seed": np.int64(7)}, error=0.5
     )
-    assert df.attrs["arguments"] == {"target": [[1, " a"], ["b"]], "at": "tensor([1, 2])", "of": "dict", "r": [0, 1]}
+    assert df.attrs["arguments"] == {"target": [[1, " a"], ["b"]], "at": "tensor([1, 2])", "of": "dict", "r": [0, 1], "seed": 7}
+    assert df.attrs["seed"] == 7
+    assert json.loads(json.dumps(df.attrs)) == df.attrs
     assert (df.attrs["model"], df.attrs["dtype"], df.attrs["error"]) == ("tiny", "bfloat16", 0.5)
 
 

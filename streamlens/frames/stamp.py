@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import version
 
+import numpy as np
 import pandas as pd
 
 from streamlens import schema
@@ -26,6 +27,7 @@ def stamp(df: pd.DataFrame, model, arguments: Mapping[str, object], **facts: obj
         "revision": model.revision,
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        "seed": arguments.get("seed"),
         "arguments": {k: _plain(v) for k, v in arguments.items()},
         **facts,
     }
@@ -41,6 +43,9 @@ def _version(package: str) -> str:
 
 
 def _plain(value: object) -> object:
+    """What JSON keeps; an array or a table by its first lines, since an argument is named here, not stored."""
+    if isinstance(value, np.generic):
+        return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, range)):
