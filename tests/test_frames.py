@@ -130,9 +130,8 @@ def test_a_stamp_holds_plain_values_only(labels):
     class Model:
         name, source, revision, dtype = "tiny", "memory", None, torch.bfloat16
 
-    df = frames.stamp(
-        pd.DataFrame(), Model, {"target": [[1, " a"], ["b"]], "at": torch.tensor([1, 2]), "of": dict, "r": range(2), "seed": np.int64(7)}, error=0.5
-    )
+    arguments = {"target": [[1, " a"], ["b"]], "at": torch.tensor([1, 2]), "of": dict, "r": range(2), "seed": np.int64(7)}
+    df = frames.stamp(pd.DataFrame(), Model, arguments, error=0.5)
     assert df.attrs["arguments"] == {"target": [[1, " a"], ["b"]], "at": "tensor([1, 2])", "of": "dict", "r": [0, 1], "seed": 7}
     assert df.attrs["seed"] == 7
     assert json.loads(json.dumps(df.attrs)) == df.attrs

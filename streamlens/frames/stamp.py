@@ -27,7 +27,7 @@ def stamp(df: pd.DataFrame, model, arguments: Mapping[str, object], **facts: obj
         "revision": model.revision,
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
-        "seed": arguments.get("seed"),
+        "seed": _plain(arguments.get("seed")),
         "arguments": {k: _plain(v) for k, v in arguments.items()},
         **facts,
     }
