@@ -244,6 +244,11 @@ class _Program:
 
     def _close_segment(self, target: Tensor, norm: str | None) -> None:
         values = [self.stream, *(value for _, _, value in self.pending)]
+        if any(v.shape != target.shape for v in values):
+            shapes = ", ".join(str(list(v.shape)) for v in (target, *values))
+            raise UnsupportedModelError(
+                f"layer {self.layer} ({self.block.path}): the stream is not one vector a token; its block and writes give {shapes}"
+            )
         factors = self._fits(target, values)
         if factors is None:
             writes = ", ".join(w.output for ws, _, _ in self.pending for w in ws) or "none found"
@@ -284,8 +289,6 @@ class _Program:
         return factors if _close(fitted, target, self.dtype) else None
 
     def _misfit(self, target: Tensor, values: list[Tensor]) -> float:
-        if any(v.shape != target.shape for v in values):
-            return float("inf")
         return float((sum(v.double() for v in values) - target.double()).abs().max() / target.double().abs().max())
 
 
