@@ -230,8 +230,10 @@ class _Program:
 
     def norm(self, call: Call) -> None:
         bare = [p for p in self.pending if p[1] is None]
-        for branch in ([p] for p in bare) if len(bare) < 2 else (*([p] for p in bare), bare):
-            if self._fits(call.x, [value for _, _, value in branch]) is not None:
+        # One write's norm, or that of several summed, which may have passed norms of their own (Gemma-4's experts beside its MLP).
+        latest = [self.pending[-n:] for n in range(2, len(self.pending) + 1)]
+        for branch in (*([p] for p in bare), bare, *latest):
+            if branch and self._fits(call.x, [value for _, _, value in branch]) is not None:
                 writes = tuple(w for ws, _, _ in branch for w in ws)
                 self.pending = [p for p in self.pending if p not in branch] + [(writes, call.path, call.y)]
                 return

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.norms import looks_like_norm
 
-WRAPPERS = {"DbrxNormAttentionNorm"}
+WRAPPERS = {"DbrxNormAttentionNorm", "ZambaMambaDecoderLayer", "Zamba2MambaDecoderLayer"}
 """Modules inside a block that add to the stream themselves: one line an odd architecture; their children are looked at instead."""
 
 MAPS_A_HEAD = {"DiffLlamaAttention": 2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -14,6 +14,7 @@ from streamlens.errors import InputError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.attention import returned_pattern, watched_attention
 from streamlens.prompts import TokenBatch
+from streamlens.stream.changes import places
 from streamlens.stream.run import Run
 from streamlens.stream.sites import SITES, watch_sites
 
@@ -35,7 +36,15 @@ def names(anatomy: Anatomy, site: str) -> tuple[str, ...]:
         return tuple(f"blocks.{i}.hook_{site}" for i in range(anatomy.n_layers))
     if site == "resid_mid":
         return tuple(f"blocks.{i}.hook_{site}" for i, layer in enumerate(anatomy.layers) if layer.reads_mid)
-    return tuple(name for layer, write in anatomy.writes() if (name := _write_name(layer, write, site)))
+    writes = anatomy.writes() if not site.endswith("_out") else _added(anatomy)
+    return tuple(name for layer, write in writes if (name := _write_name(layer, write, site)))
+
+
+def _added(anatomy: Anatomy) -> Iterator[tuple[int, Write]]:
+    """The writes that are added by themselves; several behind one norm are added as one, under the first one's name."""
+    for index, layer in enumerate(anatomy.layers):
+        for add in layer.adds:
+            yield from ((index, write) for write, _ in zip(add.writes, places(add), strict=False))
 
 
 def resolve(anatomy: Anatomy, sites: Collection[object]) -> dict[str, str]:
