@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy, Segment
-from streamlens.stream.replay import places, stream_of
+from streamlens.stream.changes import places
+from streamlens.stream.replay import stream_of
 from streamlens.stream.run import Run
 
 

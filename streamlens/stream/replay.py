@@ -1,103 +1,236 @@
 """Replays: run the rest of the model from a changed stream, without running again what comes before the change.
 
-The model's own forward runs, so that masks, rotary tables and whatever else a family passes to its blocks are its own;
-finished blocks are bypassed and hand on the stream that they gave in the clean pass. Where blocks also make keys and values
-for later ones (`Anatomy.bypass` false), finished blocks are computed again.
+The model's own forward runs, so that masks, rotary tables and whatever else a family passes to its blocks are its own, also
+where several variants share a batch; finished blocks are bypassed and hand on the stream that they gave in the clean pass.
+Where blocks also make keys and values for later ones (`Anatomy.bypass` false), finished blocks are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from streamlens.models.anatomy import Add, Anatomy
+from streamlens.models.anatomy import Add, Anatomy, Write
+from streamlens.stream import changes
+from streamlens.stream.changes import Change, places, put
 from streamlens.stream.run import Planted, Run, first, with_first
+
+See = Callable[[int, Write, Tensor], None]
+"""Receives (layer, write, value at its leaf: z where it has heads, else its raw output), as it passes by."""
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What an attention module was in the clean pass: z, and what it returned but for the tensor."""
+
+    z: Tensor
+    frame: Any
+    shape: torch.Size
 
 
 class Replay(Planted):
     """A context manager over one batch: :meth:`record` the clean pass, then any number of changed ones."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy):
+    def __init__(self, module: nn.Module, anatomy: Anatomy, see: See | None = None):
         super().__init__(module, anatomy)
-        self._outputs: list[Any] = []  # what each block returned in the clean pass
-        self._resume, self._removed = 0, frozenset[int]()
-        self._zeroed: frozenset[tuple[int, str]] = frozenset()
-        self._recording = False
+        self.see = see
+        self.enlarges = True  # variants may share a batch: no block returns more than its stream
+        self._streams: list[Tensor] = []  # what each block returned in the clean pass, tensor and rest
+        self._frames: list[Any] = []
+        self._attention: dict[tuple[int, str], _Attention] = {}
+        self._z: dict[tuple[int, str], Tensor] = {}
+        self._recording = self._keep_attention = False
         self._batch: tuple[Tensor, Tensor | None] = (torch.empty(0, dtype=torch.long), None)
+        self._variants: Sequence[Sequence[Change]] = [[]]
+        self._resume = 0
+        self._whole = {w.reader: w.leaf for _, w in anatomy.writes() if w.n_heads and w.output == w.reader}
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
-        self._outputs.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._streams.clear()
+        self._frames.clear()
+        self._attention.clear()
+        self._z.clear()
 
     def _plant(self) -> None:
-        for path in self.anatomy.block_paths:
-            self._run.replace(path, self._block)
-        for path in dict.fromkeys(place for layer in self.anatomy.layers for add in layer.adds for place in places(add)):
-            self._run.on_output(path, lambda layer, out, _, path=path: self._write(layer, path, out))
+        run, anatomy = self._run, self.anatomy
+        for path in anatomy.block_paths:
+            run.replace(path, self._block)
+        for path in self._whole:
+            run.replace(path, lambda *args, path=path, **kwargs: self._reader(path, *args, **kwargs))
+        outputs = [place for layer in anatomy.layers for add in layer.adds for place in places(add)]
+        for path in dict.fromkeys(outputs):
+            run.on_output(path, lambda layer, out, _, path=path: self._output(layer, path, out))
+        leaves = {(layer, w.leaf): w for layer, w in anatomy.writes()}
+        for path in dict.fromkeys(w.leaf for w in leaves.values() if w.n_heads):
+            run.on_input(path, lambda layer, named, path=path: self._input(leaves.get((layer, path)), layer, path, named))
+        for path in dict.fromkeys(w.leaf for w in leaves.values() if not w.n_heads and self.see):
+            run.on_output(path, lambda layer, out, _, path=path: self._seen(leaves.get((layer, path)), layer, out))
 
+    # -- passes --------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def record(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
-        """The clean pass: the unembedding's input, with what each block returned kept."""
-        self._batch = (ids, mask)
-        self._outputs = []
+    def record(
+        self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None, attention: bool = False
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The clean pass: the unembedding's input, with what each block returned kept.
+
+        `attention` keeps every z too, so that a change of heads does not compute its own layer's attention again.
+        """
+        self._forget()
+        self._batch, self.enlarges = (ids, mask), True
+        self._keep_attention = attention and self.anatomy.bypass
         self._recording = True
         try:
             return self._run.hidden(ids, mask)
         finally:
             self._recording = False
 
-    @torch.no_grad()
     def without_blocks(self, layers: set[int]) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input where these layers hand on their input (x_out = x_in), everything after recomputed."""
-        return self._changed(resume=min(layers), removed=frozenset(layers))
+        return self.changed(*(changes.block(self.anatomy, layer) for layer in layers))
 
-    @torch.no_grad()
     def without_write(self, layer: int, add: Add) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input where `add` puts nothing into the stream; norms on the stream itself still act."""
-        return self._changed(resume=layer, zeroed=frozenset((layer, path) for path in places(add)))
+        return self.changed(*changes.write(layer, add))
 
-    def _changed(self, resume: int, removed: frozenset[int] = frozenset(), zeroed: frozenset = frozenset()) -> Tensor:
-        self._resume, self._removed, self._zeroed = resume, removed, zeroed
+    def changed(self, *made: Change) -> Float[Tensor, "batch pos d_model"]:
+        """The unembedding's input under one or several changes together."""
+        return self.each([made])[0]
+
+    @torch.no_grad()
+    def each(self, variants: Sequence[Sequence[Change]]) -> Float[Tensor, "variant batch pos d_model"]:
+        """The same for several variants, each a set of changes, in one pass over as many copies of the batch.
+
+        Where :attr:`enlarges` is false, one after the other.
+        """
+        if len(variants) > 1 and not self.enlarges:
+            return torch.cat([self.each([variant]) for variant in variants])
+        self._variants = variants
+        self._resume = min((c.layer for variant in variants for c in variant), default=self.anatomy.n_layers)
+        ids, mask = self._batch
+        n = len(variants)
         try:
-            return self._run.hidden(*self._batch)
+            hidden = self._run.hidden(ids.repeat(n, 1), None if mask is None else mask.repeat(n, 1))
         finally:
-            self._resume, self._removed, self._zeroed = 0, frozenset(), frozenset()
+            self._variants, self._resume = [[]], 0
+        return hidden.unflatten(0, (n, -1))
 
+    # -- blocks --------------------------------------------------------------------------------------------------
     def _block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layer = self._run.layer
         if self._recording:
             output = original(*args, **kwargs)
-            self._outputs.append(with_first(output, self._kept(first(output))))
+            self._streams.append(self._kept(first(output)))
+            self._frames.append(with_first(output, None))
+            self.enlarges &= not _holds_tensors(output)
             return output
-        if layer in self._removed:
-            # Where later blocks take keys and values from this one, they are still made.
-            output = self._outputs[layer] if self.anatomy.bypass else original(*args, **kwargs)
-            return with_first(output, stream_of(args, kwargs))
         if layer < self._resume and self.anatomy.bypass:
-            output = self._outputs[layer]
-            return with_first(output, self._kept(first(output)))
-        return original(*args, **kwargs)
+            # Only what the last finished block hands on is read.
+            stream = stream_of(args, kwargs) if layer < self._resume - 1 else self._copies(self._streams[layer])
+            return with_first(self._frames[layer], self._kept(stream))
+        made = self._made(layer, self.anatomy.layers[layer].path) if any(self._variants) else []
+        if not made:
+            return original(*args, **kwargs)
+        # A block may add to its input in place.
+        entered = stream_of(args, kwargs).clone()
+        skipped = self.anatomy.bypass and len(made) == len(self._variants) and all(c.at is None for _, c in made)
+        # Where later blocks take keys and values from this one, they are still made.
+        output = self._frames[layer] if skipped else original(*args, **kwargs)
+        out = entered.clone() if skipped else first(output).clone()
+        for number, change in made:
+            put(self._rows(out)[number], change, base=self._rows(entered)[number])
+        return with_first(output, out)
 
-    def _write(self, layer: int, path: str, out: Tensor) -> Tensor | None:
-        return torch.zeros_like(out) if (layer, path) in self._zeroed else None
+    # -- inside blocks -------------------------------------------------------------------------------------------
+    def _reader(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An attention module; where its input is still the clean one, only its output projection runs, on the clean z changed."""
+        layer, leaf = self._run.now, self._whole[path]
+        if self._recording and self._keep_attention:
+            output = original(*args, **kwargs)
+            if (layer, leaf) in self._z:
+                self._attention[layer, leaf] = _Attention(self._z[layer, leaf], _without_tensors(output), first(output).shape)
+            return output
+        clean = self._attention.get((layer, leaf))
+        # Attention maps may be dropped where the block does not hand them on.
+        reused = clean is not None and layer == self._resume and not _holds_tensors(self._frames[layer])
+        if not reused or not self._first_changed(layer, leaf):
+            return original(*args, **kwargs)
+        out = self.module.get_submodule(leaf)(self._copies(clean.z))
+        return with_first(clean.frame, out.reshape(-1, *clean.shape[1:]))
+
+    def _first_changed(self, layer: int, leaf: str) -> bool:
+        """Whether nothing that this layer does before its attention has changed."""
+        before: set[str] = set()
+        for add in self.anatomy.layers[layer].adds:
+            if any(w.leaf == leaf for w in add.writes):
+                break
+            before |= {*places(add), *(w.leaf for w in add.writes)}
+        before.add(self.anatomy.layers[layer].path)
+        return not any(c.layer == layer and c.path in before for variant in self._variants for c in variant)
+
+    def _output(self, layer: int, path: str, out: Tensor) -> Tensor | None:
+        made = [(number, c) for number, c in self._made(layer, path) if c.part is None]
+        return self._put(out, made) if made else None
+
+    def _input(self, write: Write | None, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
+        if write is None:
+            return None
+        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        if self._recording and self._keep_attention:
+            self._z[layer, path] = named[name].clone() if self.anatomy.clones else named[name]
+        made = [(number, c) for number, c in self._made(layer, path) if c.part is not None]
+        z = self._put(named[name], made) if made else named[name]
+        self._seen(write, layer, z)
+        return named | {name: z} if made else None
+
+    def _seen(self, write: Write | None, layer: int, value: Tensor) -> None:
+        if write is not None and self.see is not None:
+            self.see(layer, write, value)
+
+    # -- variants ------------------------------------------------------------------------------------------------
+    def _made(self, layer: int, path: str) -> list[tuple[int, Change]]:
+        """The changes at a place, each with the number of its variant."""
+        return [(number, c) for number, variant in enumerate(self._variants) for c in variant if c.layer == layer and c.path == path]
+
+    def _put(self, old: Tensor, made: list[tuple[int, Change]]) -> Tensor:
+        new = old.clone(memory_format=torch.contiguous_format)
+        for number, change in made:
+            put(self._rows(new)[number], change)
+        return new
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`[variant, batch, pos, width]` of a tensor over the enlarged batch, whether or not its tokens are flattened."""
+        return x.view(len(self._variants), -1, self._run.shape[1], x.shape[-1])
+
+    def _copies(self, x: Tensor) -> Tensor:
+        """One copy of a batch for every variant, under one another."""
+        return x.repeat(len(self._variants), *[1] * (x.dim() - 1)) if len(self._variants) > 1 else x
 
     def _kept(self, stream: Tensor) -> Tensor:
         return stream.clone() if self.anatomy.clones else stream
 
 
-def places(add: Add) -> tuple[str, ...]:
-    """The modules whose output is what an addition puts into the stream, but for its factor."""
-    return (add.norm,) if add.norm else tuple(w.output for w in add.writes)
-
-
 def stream_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The stream among a block's arguments: its first floating-point tensor."""
     return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+
+
+def _holds_tensors(output: Any) -> bool:
+    """Whether a module returned more tensors than its first."""
+    return isinstance(output, (tuple, list)) and any(isinstance(v, Tensor) for v in output[1:])
+
+
+def _without_tensors(output: Any) -> Any:
+    return type(output)(None if isinstance(v, Tensor) else v for v in output) if isinstance(output, (tuple, list)) else None
 
 
 @contextmanager

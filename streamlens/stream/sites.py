@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from streamlens.models.anatomy import Add, Anatomy
-from streamlens.stream.replay import places, stream_of
+from streamlens.stream.changes import places
+from streamlens.stream.replay import stream_of
 from streamlens.stream.run import Run
 
 See = Callable[[str, int, int, Float[Tensor, "batch pos d_model"]], None]

@@ -1,0 +1,74 @@
+"""Interventions by plain torch hooks on an otherwise ordinary forward pass: the slow and obvious reference of every replay."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+
+def logits(model, made, ids, mask=None):
+    """What the model prints under these changes, every block computed."""
+    with hooked(model, made), torch.no_grad():
+        kwargs = {} if mask is None or bool(mask.all()) else {"attention_mask": mask.long()}
+        return model.module(input_ids=ids, use_cache=False, **kwargs).logits
+
+
+@contextmanager
+def hooked(model, made):
+    """`made` are streamlens' changes, read here by other code: blocks, outputs, and slices of a module's input."""
+    layers, module = model.anatomy.layers, model.module
+    seen, handles = Counter(), []
+
+    def before(change, part, args, kwargs):
+        seen[id(change)] += 1
+        if change.part is None or not _is_its_turn(layers, change, seen[id(change)]):
+            return None
+        name, x = _tensor(args, kwargs)
+        x = x.clone()
+        x[..., change.part] = _mixed(x[..., change.part], change, 0.0)
+        return ((x, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: x})
+
+    def after(change, part, args, kwargs, output):
+        if change.part is not None or not _is_its_turn(layers, change, seen[id(change)]):
+            return None
+        out = output[0] if isinstance(output, (tuple, list)) else output
+        base = entered.pop(id(change)) if change.path == layers[change.layer].path else 0.0
+        new = _mixed(out, change, base)
+        return type(output)((new, *output[1:])) if isinstance(output, (tuple, list)) else new
+
+    entered = {}
+
+    def keep(change, part, args, kwargs):
+        entered[id(change)] = _tensor(args, kwargs)[1].clone()
+
+    for change in made:
+        part = module.get_submodule(change.path)
+        handles.append(part.register_forward_pre_hook(lambda *a, c=change: keep(c, *a), with_kwargs=True))
+        handles.append(part.register_forward_pre_hook(lambda *a, c=change: before(c, *a), with_kwargs=True))
+        handles.append(part.register_forward_hook(lambda *a, c=change: after(c, *a), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_its_turn(layers, change, calls):
+    block = layers[change.layer].path
+    return calls == 1 + sum(layer.path == block for layer in layers[: change.layer])
+
+
+def _tensor(args, kwargs):
+    for name, value in (*((None, a) for a in args), *kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return name, value
+    raise AssertionError("no tensor among the arguments")
+
+
+def _mixed(old, change, base):
+    shape = old.shape
+    if old.dim() == 2 and change.at is not None:
+        old = old.reshape(*change.at.shape, -1)
+    new = torch.zeros_like(old) + base + (0.0 if change.value is None else change.value.to(old))
+    new = new if change.at is None else torch.where(change.at[..., None], new, old)
+    return new.reshape(shape)

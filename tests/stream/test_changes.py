@@ -1,0 +1,83 @@
+"""Every kind of change, alone, together and batched, is that of plain torch hooks."""
+
+import pytest
+import torch
+
+from streamlens.stream import changes
+from streamlens.stream.replay import Replay
+from streamlens.stream.unembed import Unembed
+from tests import hooked
+from tests.models import tiny
+from tests.tolerances import REPLAY
+
+# As many prompts as heads, which a family may mistake for them, and one fewer.
+IDS = torch.tensor([[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12, 0, 0, 0], [2, 58, 33, 19, 20, 21, 0], [44, 6, 51, 52, 53, 54, 55]])
+MASK = torch.arange(7) < torch.tensor([7, 4, 6, 7])[:, None]
+LATER = torch.arange(7).expand(4, 7) > 1
+
+
+def variants(model, n):
+    """Head, write and block changes at every layer: zero, a value, some positions."""
+    generator, d_model, found = torch.Generator().manual_seed(0), model.anatomy.d_model, []
+    at = LATER[:n]
+    for layer, facts in enumerate(model.anatomy.layers):
+        value = torch.randn(n, 7, d_model, generator=generator)
+        found += [(changes.block(model.anatomy, layer),), (changes.block(model.anatomy, layer, value, at),)]
+        for add in facts.adds:
+            found += [changes.write(layer, add), changes.write(layer, add, [value] * len(changes.places(add)), at)]
+        for write in (w for w in facts.writes if w.n_heads):
+            z = torch.randn(1, 7, write.d_head, generator=generator)
+            found += [(changes.head(layer, write, 1),), (changes.head(layer, write, 3, z),)]
+            found.append((changes.head(layer, write, 0, z, at), changes.head(layer, write, 2)))
+    found.append((changes.block(model.anatomy, 0), *changes.write(1, model.anatomy.layers[1].adds[0])))
+    return found
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_changes_are_those_of_plain_hooks_also_batched(family, n):
+    model, ids, mask = tiny.proven(family), IDS[:n], MASK[:n]
+    made = variants(model, n)
+    unembed = Unembed(model.module.get_submodule(model.anatomy.unembed), model.anatomy.logits)
+    truth = [hooked.logits(model, change, ids, mask)[mask] for change in made]
+    with Replay(model.module, model.anatomy) as replay:
+        for attention in (False, True):
+            replay.record(ids, mask, attention=attention)
+            assert replay.enlarges == (family != "bloom")  # whose blocks also return their attention maps
+            batched = torch.cat([replay.each(made[start : start + 5]) for start in range(0, len(made), 5)])
+            for number, expected in reversed(list(enumerate(truth))):
+                for hidden in (batched[number], replay.changed(*made[number])):
+                    gap = float((unembed.logits(hidden[mask]) - expected).abs().max() / expected.abs().max())
+                    assert gap <= REPLAY, (number, made[number], attention)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "olmo2", "neox"])
+def test_heads_reuse_their_layers_attention(family):
+    model, ran = tiny.proven(family), []
+    write = next(w for w in model.anatomy.layers[1].writes if w.n_heads)
+    inner = next(m for name, m in model.module.get_submodule(write.reader).named_modules() if name and name != write.leaf.split(".")[-1])
+    handle = inner.register_forward_hook(lambda *_: ran.append(1))
+    try:
+        with Replay(model.module, model.anatomy) as replay:
+            replay.record(IDS, MASK, attention=True)
+            ran.clear()
+            replay.each([(changes.head(1, write, h),) for h in range(write.n_heads)])
+            assert not ran
+            replay.changed(changes.head(1, write, 0), changes.block(model.anatomy, 0))
+            assert ran
+    finally:
+        handle.remove()
+
+
+def test_what_passes_by_is_seen():
+    model, seen = tiny.proven("llama"), {}
+    with Replay(model.module, model.anatomy, lambda layer, write, value: seen.__setitem__((layer, write.kind), value)) as replay:
+        replay.record(IDS, MASK)
+        assert set(seen) == {(layer, kind) for layer in range(3) for kind in ("attn", "mlp")}
+        clean = dict(seen)
+        seen.clear()
+        write = model.anatomy.layers[1].writes[0]
+        replay.changed(changes.head(1, write, 1))
+        assert set(seen) == {(1, "attn"), (1, "mlp"), (2, "attn"), (2, "mlp")}
+        assert not seen[1, "attn"][..., 8:16].any()
+        assert torch.equal(seen[1, "attn"][..., :8], clean[1, "attn"][..., :8])
