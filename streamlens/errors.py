@@ -3,6 +3,8 @@
 All share :class:`StreamLensError`, so that a batch script can catch what streamlens says and let real bugs through.
 """
 
+from numbers import Integral
+
 
 class StreamLensError(Exception):
     """The common base; the command line prints its message as one line and exits with 2."""
@@ -33,3 +35,9 @@ def choice(parameter: str, value: object, legal) -> None:
     legal = list(legal)
     if value not in legal:
         raise InputError(f"{parameter} must be one of {', '.join(map(repr, legal))}; got {value!r}")
+
+
+def whole(parameter: str, value: object, least: int) -> None:
+    """Raise :class:`InputError` unless `value` is a whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{parameter} must be a whole number, {least} or more; got {value!r}")

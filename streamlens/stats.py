@@ -7,11 +7,12 @@ intervals and a fixed seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 import pandas as pd
 
-from streamlens.errors import InputError, choice
+from streamlens.errors import InputError, choice, whole
 
 _CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
 _FLAT = 1e-24  # sum of squares of log norms below which they differ by rounding alone
@@ -19,6 +20,8 @@ _COMPONENT = ("component", "layer", "sublayer", "head", "neuron", "expert", "sou
 
 
 def _columns(df: pd.DataFrame, names: Sequence[str], parameter: str) -> None:
+    if not isinstance(df, pd.DataFrame):
+        raise InputError(f"df must be a DataFrame; got {type(df).__name__}")
     missing = [name for name in names if name not in df.columns]
     if missing:
         raise InputError(f"{parameter} must name columns of df ({', '.join(map(str, df.columns))}); got {', '.join(map(repr, missing))}")
@@ -30,10 +33,9 @@ def _resample(n_units: int, n_boot: int, seed: int) -> np.ndarray:
 
 
 def _check_boot(level: float, n_boot: int) -> None:
-    if not 0 < level < 1:
+    if not (isinstance(level, Real) and 0 < level < 1):
         raise InputError(f"level must lie between 0 and 1; got {level!r}")
-    if n_boot < 1:
-        raise InputError(f"n_boot must be 1 or more; got {n_boot!r}")
+    whole("n_boot", n_boot, 1)
 
 
 def _interval(values: np.ndarray, level: float, n_boot: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,6 +55,16 @@ def _interval(values: np.ndarray, level: float, n_boot: int, seed: int) -> tuple
         quantile = np.nanquantile if np.isnan(means).any() else np.quantile
         bounds[:, start : start + step][:, known] = quantile(means, tails, axis=0)
     return bounds[0], bounds[1]
+
+
+def _one_text_a_number(df: pd.DataFrame, by: Sequence[str], unit: str) -> None:
+    """Tables of single prompts under one another all say prompt 0, and would count as one prompt."""
+    if unit == "prompt" and "prompt_text" in df.columns:
+        pairs = df[list(dict.fromkeys([*by, "prompt", "prompt_text"]))].drop_duplicates()
+        repeated = pairs.duplicated([*by, "prompt"])
+        if repeated.any():
+            number = pairs.loc[repeated, "prompt"].iloc[0]
+            raise InputError(f"df must number its prompts; got several texts as prompt {number}: renumber tables put together")
 
 
 def mean_interval(
@@ -77,6 +89,7 @@ def mean_interval(
     _check_boot(level, n_boot)
     if not by or unit in by or value in by:
         raise InputError(f"by must name one column or more besides unit {unit!r} and value {value!r}; got {by}")
+    _one_text_a_number(df, by, unit)
     rows = df[df[value].notna()]
     if rows.empty:
         raise InputError(f"df must have rows with a {value}; got none")
@@ -94,8 +107,7 @@ def top_components(df: pd.DataFrame, n: int = 10, level: float = 0.95, n_boot: i
     mean, low and high in logits, as in :func:`mean_interval`; n, the number of prompts. Raises InputError for n below 1 or a missing
     column.
     """
-    if n < 1:
-        raise InputError(f"n must be 1 or more; got {n!r}")
+    whole("n", n, 1)
     _columns(df, ["component", "layer", "head", "contribution"], "df")
     model = ["model"] if "model" in df.columns else []
     by = [*model, *(name for name in _COMPONENT if name in df.columns)]

@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_interval():
         ({"by": []}, r"by must name one column or more besides unit 'prompt' and value 'x'; got \[\]"),
         ({"by": "prompt"}, r"by must name one column or more besides unit 'prompt'"),
         ({"level": 95.0}, r"level must lie between 0 and 1; got 95\.0"),
-        ({"n_boot": 0}, r"n_boot must be 1 or more; got 0"),
+        ({"n_boot": 0}, r"n_boot must be a whole number, 1 or more; got 0"),
     ],
 )
 def test_bad_input_to_mean_interval(arguments, message):
@@ -105,7 +105,7 @@ def test_top_components_of_several_models_are_n_of_each():
 
 
 def test_top_components_needs_a_number():
-    with pytest.raises(InputError, match="n must be 1 or more; got 0"):
+    with pytest.raises(InputError, match="n must be a whole number, 1 or more; got 0"):
         stats.top_components(attribution([[1.0]]), n=0)
 
 
@@ -196,3 +196,10 @@ def test_growth_refuses_what_it_cannot_fit():
     ragged = pd.concat([df, norms([1.1, 1.1], layers=3).query("prompt == 1")])
     with pytest.raises(InputError, match="df must have the same layers for every prompt; prompt 1 lacks some"):
         stats.growth_rate(ragged)
+
+
+def test_tables_of_single_prompts_put_together_are_not_one_prompt():
+    one, other = (pd.DataFrame({"prompt": [0], "prompt_text": [text], "layer": [0], "value": [1.0]}) for text in "ab")
+    with pytest.raises(InputError, match="got several texts as prompt 0: renumber tables put together"):
+        stats.mean_interval(pd.concat([one, other]), "value", "layer")
+    assert stats.mean_interval(pd.concat([one, other.assign(prompt=1)]), "value", "layer").n.tolist() == [2]

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from streamlens.errors import InputError, choice
 from streamlens.figures import frames, labels, lines
-from streamlens.figures.style import new_axes, thin, title
+from streamlens.figures.style import axes, thin, title
 from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
@@ -49,7 +49,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     means = mean_interval(rows, "delta", [*groups, "layer"])
     means["unit"] = pd.Categorical(means["unit"], categories=_UNITS)
     looks = lines.looks(means.sort_values(groups)[groups])
-    ax = ax or new_axes()
+    ax = axes(ax)
     ax.axhline(0, color="0.6", linewidth=thin(), zorder=0)
     for key, look in looks.items():
         lines.draw(ax, lines.of(means, groups, key), lines.name(key), look)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -10,9 +12,9 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from streamlens.errors import InputError
+from streamlens.errors import InputError, whole
 from streamlens.figures import frames, labels
-from streamlens.figures.style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, new_axes, thin, title
+from streamlens.figures.style import DIVERGING, NEGATIVE, POSITIVE, TOTAL, axes, thin, title
 from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "target_token", "versus", "versus_token", "component", "layer", "head", "contribution", "logit")
@@ -102,10 +104,10 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
     frames.refuse_repeated(df)
     if not np.isfinite(df["contribution"]).all():
         raise InputError(f"df must hold finite contributions; got {int((~np.isfinite(df['contribution'])).sum())} that are not")
-    if limit is not None and not limit > 0:
+    if limit is not None and not (isinstance(limit, Real) and limit > 0):
         raise InputError(f"limit must be above 0, in logits; got {limit!r}")
     cells = _cells(df)
-    ax = ax or new_axes(taller=1.25)
+    ax = axes(ax, taller=1.25)
     largest = cells["mean"].iloc[cells["mean"].abs().argmax()]
     top = limit or _limit(cells)
     mesh = _draw_cells(ax, cells, Normalize(-top, top))
@@ -147,12 +149,11 @@ def waterfall(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     bar, so that the last bar is the logit. Raises InputError for several groups, missing rows or `top` below 1.
     """
     frames.columns(df, _NEEDED, "an attribution")
-    if top < 1:
-        raise InputError(f"top must be 1 or more; got {top!r}")
+    whole("top", top, 1)
     _one_group(df)
     names, values = _bars(df, top)
     ends, logit = np.cumsum(values), float(df["logit"].iloc[0])
-    ax = ax or new_axes(height=(len(values) + 4.5) * 1.75 * mpl.rcParams["font.size"] / 72)
+    ax = axes(ax, height=(len(values) + 4.5) * 1.75 * mpl.rcParams["font.size"] / 72)
     rows = np.arange(len(values))
     ax.barh(rows, values, left=ends - values, height=0.7, color=np.where(values < 0, NEGATIVE, POSITIVE))
     ax.barh([len(values)], [logit], height=0.7, color=TOTAL)

@@ -16,6 +16,8 @@ KEYS = {column.name for table in TABLES.values() for column in table.columns if 
 
 def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
     """Raise InputError unless `df` has these columns and rows."""
+    if not isinstance(df, pd.DataFrame):
+        raise InputError(f"df must be {table} table; got {type(df).__name__}")
     missing = [name for name in names if name not in df.columns]
     if missing:
         raise InputError(f"df must be {table} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns)) or 'none'}")

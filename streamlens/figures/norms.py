@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from streamlens.figures import frames, labels, lines
-from streamlens.figures.style import new_axes, thin, title
+from streamlens.figures.style import axes, thin, title
 from streamlens.stats import growth_rate, log_norms, mean_interval
 
 _NEEDED = ("prompt", "position", "layer", "site", "measure", "value")
@@ -64,7 +64,7 @@ def growth(
     apart = later.any() and not later.all()
     curves = _geometric(rows[later] if apart else rows, by)
     first = _geometric(rows[~later], by) if apart else curves.head(0)
-    ax = ax or new_axes()
+    ax = axes(ax)
     ax.set_yscale("log")
     alone = "positions from 1 on" if later.any() else "position 0"
     for key, look in lines.looks(curves[by]).items():

@@ -90,6 +90,13 @@ def new_axes(height: float | None = None, taller: float = 1.0) -> Axes:
     return figure.add_subplot()
 
 
+def axes(ax: Axes | None, height: float | None = None, taller: float = 1.0) -> Axes:
+    """The Axes given, or new ones. Raises InputError for what are no Axes."""
+    if ax is not None and not isinstance(ax, Axes):
+        raise InputError(f"ax must be matplotlib Axes; got {type(ax).__name__}")
+    return ax or new_axes(height, taller)
+
+
 def thin() -> float:
     """Points of a line beside the data: a baseline, a fit."""
     return 0.6 * mpl.rcParams["lines.linewidth"]

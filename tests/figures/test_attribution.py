@@ -159,7 +159,7 @@ def test_a_waterfall_takes_one_group(attribution):
         figures.waterfall(attribution())
     with pytest.raises(InputError, match="got 2 that differ in position"):
         figures.waterfall(attribution(prompts=1, positions=(1, 2)))
-    with pytest.raises(InputError, match="top must be 1 or more; got 0"):
+    with pytest.raises(InputError, match="top must be a whole number, 1 or more; got 0"):
         figures.waterfall(attribution(prompts=1), top=0)
 
 
