@@ -32,10 +32,12 @@ def at(hidden: Float[Tensor, "batch pos width"], flat: np.ndarray) -> Float[Tens
 
 
 def with_top(readouts: Readouts, batch: TokenBatch, hidden: Float[Tensor, "batch pos d_model"], unembed: Unembed) -> Readouts:
-    """The readouts with the clean run's likeliest token where the target is "top"."""
-    top = readouts.target == TOP
+    """The readouts with the clean run's likeliest tokens where the target is "top" or "top5"."""
+    top = readouts.target <= TOP
     if not top.any():
         return readouts
+    rank = TOP - readouts.target[top]
+    flat, row = np.unique(flat_index(batch, readouts.prompt[top], readouts.position[top]), return_inverse=True)
     ids = np.zeros(len(readouts), dtype=np.int64)
-    ids[top] = unembed.top(at(hidden, flat_index(batch, readouts.prompt[top], readouts.position[top]))).cpu().numpy()
+    ids[top] = unembed.top(at(hidden, flat), int(rank.max()) + 1).cpu().numpy()[row, rank]
     return fill_top(readouts, ids)

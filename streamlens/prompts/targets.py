@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,9 +19,10 @@ from streamlens.prompts.text import added, pieces
 
 NONE = -1  # no versus
 MEAN = -2  # versus: the mean over the vocabulary
-TOP = -3  # target: the model's own likeliest token, filled in by fill_top
-_NEXT = -4  # target: the prompt's own next token, filled in here
+_NEXT = -3  # target: the prompt's own next token, filled in here
+TOP = -4  # target: the model's own likeliest token, TOP - 1 the second likeliest and so on, filled in by fill_top
 _KEYWORDS = {"target": {None: TOP, "top": TOP, "next": _NEXT}, "versus": {None: NONE, "mean": MEAN}}
+_SEVERAL = re.compile(r"top([1-9]\d*)")  # target: the K likeliest
 _GLUED = "([{<>\"'“‘«-–—/\\_@#$&*"  # behind these (and behind a space) a word is written without a space
 
 
@@ -30,11 +32,16 @@ class Readouts:
 
     prompt: Int64[np.ndarray, " row"]
     position: Int64[np.ndarray, " row"]
-    target: Int64[np.ndarray, " row"]  # token ids; TOP where the model's argmax is still to be filled in
+    target: Int64[np.ndarray, " row"]  # token ids; TOP and below where the model's likeliest are still to be filled in
     versus: Int64[np.ndarray, " row"]  # token ids; NONE or MEAN
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    @property
+    def place(self) -> Int64[np.ndarray, " row"]:
+        """The same number for rows of the same prompt and position, in their order."""
+        return np.unique(np.stack([self.prompt, self.position]), axis=1, return_inverse=True)[1].reshape(-1)
 
     def take(self, rows: np.ndarray) -> Readouts:
         """The chosen rows, by index or by mask."""
@@ -48,10 +55,11 @@ def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, vers
     """Resolve targets, versus and positions to one row a logit that is read.
 
     `target` is a str or an id for every prompt, a list with one a prompt (several for a single prompt), or a list with a list a prompt.
-    "next" is each position's own next token (no row at a prompt's last token), "top" the model's own likeliest token (TOP, see
-    :func:`fill_top`). `versus` likewise, or "mean" (the mean over the vocabulary), or None; several of one prompt pair up with its
-    targets, one goes with all. These words are keywords first: give the id to mean the token of that text. None stands for the
-    DataFrame's column, else target "top" and no versus. `positions` as in :func:`positions`.
+    "next" is each position's own next token (no row at a prompt's last token), "top" the model's own likeliest token and "top5" its
+    five likeliest, each with rows of its own (TOP, see :func:`fill_top`). `versus` likewise, or "mean" (the mean over the vocabulary),
+    or None; several of one prompt pair up with its targets, one goes with all. These words are keywords first: give the id to mean
+    the token of that text. None stands for the DataFrame's column, else target "top" and no versus. `positions` as in
+    :func:`positions`.
 
     A str is the one token that it adds to its prompt when tokenized behind it (by itself, where the prompt's ids would change).
     Raises InputError where that is not one token (showing the split), for an id outside the vocabulary, a versus equal to its target,
@@ -66,7 +74,9 @@ def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, vers
         if name == "target" and value is None:
             _refuse_gaps(columns[name])
         entries = _entries(columns[name] if value is None else value, len(prompts), name, from_column=value is None)
-        ids[name] = [[_token(e, prompts, i, tokenizer, name, forgotten) for e in entries[i]] for i in range(len(prompts))]
+        ids[name] = [
+            [token for e in entries[i] for token in _tokens(e, prompts, i, tokenizer, name, forgotten)] for i in range(len(prompts))
+        ]
     if forgotten:
         _warn(forgotten)
     rows = [
@@ -80,11 +90,16 @@ def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, vers
 
 
 def fill_top(readouts: Readouts, top: Int64[np.ndarray, " row"]) -> Readouts:
-    """Replace TOP by the model's likeliest ids, `top` [row] (read only where the target is TOP).
+    """Replace TOP and what is below it by the model's likeliest ids, `top` [row] (read only where the target is one of these).
 
-    A row that then repeats another target of its place is left out. Raises InputError where versus is the likeliest token itself.
+    A row that then repeats another target of its place is left out, and so is one of several likeliest tokens that is its own versus.
+    Raises InputError where a place is left without a row, its versus being the likeliest token itself.
     """
-    out = replace(readouts, target=np.where(readouts.target == TOP, top, readouts.target).astype(np.int64))
+    out = replace(readouts, target=np.where(readouts.target <= TOP, top, readouts.target).astype(np.int64))
+    same = (out.target == out.versus) & (readouts.target <= TOP)
+    if same.any():
+        place = out.place
+        out = out.take(~same | ~np.isin(place, place[~same]))
     _check_differ(out)
     table = np.stack([out.prompt, out.position, out.target, out.versus])
     _, first = np.unique(table, axis=1, return_index=True)
@@ -114,6 +129,17 @@ def _entries(value: object, n: int, name: str, from_column: bool) -> list[list]:
     return [v if isinstance(v, list) else [v] for v in value]
 
 
+def _tokens(entry: object, prompts: Prompts, i: int, tokenizer: object, name: str, forgotten: dict) -> list[int]:
+    """The ids of one entry, or the codes of its keyword: one, but for the K likeliest."""
+    several = _SEVERAL.fullmatch(entry) if isinstance(entry, str) and name == "target" else None
+    if several is None:
+        return [_token(entry, prompts, i, tokenizer, name, forgotten)]
+    n = int(several[1])
+    if prompts.vocab_size is not None and n > prompts.vocab_size:
+        raise InputError(f"target {entry!r} must not be more than the vocabulary's {prompts.vocab_size} tokens; got it for prompt {i}")
+    return [TOP - rank for rank in range(n)]
+
+
 def _token(entry: object, prompts: Prompts, i: int, tokenizer: object, name: str, forgotten: dict) -> int:
     """The id of one entry, or the code of its keyword. A text that probably lacks its leading space is noted in `forgotten`."""
     if entry is None or (isinstance(entry, str) and entry in _KEYWORDS[name]):
@@ -128,7 +154,8 @@ def _token(entry: object, prompts: Prompts, i: int, tokenizer: object, name: str
 
 
 def _keywords(name: str) -> str:
-    return " or ".join(repr(k) for k in _KEYWORDS[name] if k is not None)
+    words = [repr(k) for k in _KEYWORDS[name] if k is not None]
+    return " or ".join([*words, "'top5' and the like"] if name == "target" else words)
 
 
 def _text_token(text: str, prompts: Prompts, i: int, tokenizer: object, name: str, forgotten: dict) -> int:

@@ -17,6 +17,11 @@ from streamlens.prompts import MEAN, NONE
 CHUNK_ELEMENTS = 2**23
 """Logits made at once where all of the vocabulary is needed: 32 MiB in float32."""
 
+CHUNK_ROWS = 64
+"""Rows made at once at least: for fewer, a large vocabulary's weights are read as long as they are multiplied."""
+
+_BLOCK = 64  # neighbouring logits whose maximum stands for them all while the largest are looked for
+
 
 @dataclass(frozen=True)
 class Unembed:
@@ -83,14 +88,35 @@ class Unembed:
         return apply_map(self.module(hidden).to(self.wide), self.logit_map)
 
     def chunks(self, n_rows: int) -> Iterator[slice]:
-        """Slices of rows whose full logits are at most :data:`CHUNK_ELEMENTS`."""
-        size = max(1, CHUNK_ELEMENTS // self.n_vocab)
+        """Slices of rows whose full logits are at most :data:`CHUNK_ELEMENTS`, or of :data:`CHUNK_ROWS` rows."""
+        size = max(CHUNK_ROWS, CHUNK_ELEMENTS // self.n_vocab)
         return (slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size))
 
     @torch.no_grad()
-    def top(self, hidden: Float[Tensor, "row d_model"]) -> Int[Tensor, " row"]:
-        """The likeliest token of each row."""
-        return torch.cat([self.logits(hidden[rows]).argmax(-1) for rows in self.chunks(len(hidden))])
+    def top(self, hidden: Float[Tensor, "row d_model"], k: int = 1) -> Int[Tensor, "row k"]:
+        """The `k` likeliest tokens of each row, the likeliest first."""
+        return torch.cat([largest(self.logits(hidden[rows]), k)[1] for rows in self.chunks(len(hidden))])
 
     def _rows(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids.to(table.device)].to(self.wide)
+
+
+def largest(logits: Float[Tensor, "row vocab"], k: int) -> tuple[Float[Tensor, "row k"], Int[Tensor, "row k"]]:
+    """The `k` largest of each row and their ids, the largest first, of equal ones the lower id first."""
+    if k == 1:
+        return logits.max(-1, keepdim=True)
+    n_vocab = logits.shape[-1]
+    n_blocks = n_vocab // _BLOCK
+    if n_blocks < 4 * k:
+        values, ids = logits.topk(k)
+    else:  # a block without one of the k largest maxima holds none of the k largest: most of the row is read only once
+        blocks = logits[:, : n_blocks * _BLOCK].unflatten(-1, (n_blocks, _BLOCK))
+        chosen = blocks.amax(-1).topk(k)[1]
+        rest = torch.arange(n_blocks * _BLOCK, n_vocab, device=logits.device).expand(len(logits), -1)
+        inside = (chosen[..., None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+        candidates = torch.cat([inside, rest], dim=-1)
+        values, index = logits.gather(-1, candidates).topk(k)
+        ids = candidates.gather(-1, index)
+    order = ids.argsort(dim=-1)
+    order = order.gather(-1, values.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    return values.gather(-1, order), ids.gather(-1, order)

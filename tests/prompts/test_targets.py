@@ -39,6 +39,10 @@ def test_by_default_the_likeliest_token_at_the_last_position():
         ({"target": 6, "versus": [[1, 2], [3]]}, [(0, 2, 6, 1), (0, 2, 6, 2), (1, 1, 6, 3)]),
         ({"target": "top", "versus": 3}, [(0, 2, TOP, 3), (1, 1, TOP, 3)]),
         ({"target": ["top", 4]}, [(0, 2, TOP, NONE), (1, 1, 4, NONE)]),
+        ({"target": "top1"}, [(0, 2, TOP, NONE), (1, 1, TOP, NONE)]),
+        ({"target": "top2"}, [(0, 2, TOP, NONE), (0, 2, TOP - 1, NONE), (1, 1, TOP, NONE), (1, 1, TOP - 1, NONE)]),
+        ({"target": [["top2", 6], 4]}, [(0, 2, TOP, NONE), (0, 2, TOP - 1, NONE), (0, 2, 6, NONE), (1, 1, 4, NONE)]),
+        ({"target": ["top2", 4], "versus": [[1, 3], 5]}, [(0, 2, TOP, 1), (0, 2, TOP - 1, 3), (1, 1, 4, 5)]),
         ({"target": "next", "positions": "all"}, [(0, 0, 7, NONE), (0, 1, 4, NONE), (1, 0, 3, NONE)]),
         ({"target": "next", "positions": [[-2, -1], [0]]}, [(0, 1, 4, NONE), (1, 0, 3, NONE)]),
         ({"target": 6, "positions": [0, -1]}, [(0, 0, 6, NONE), (0, 2, 6, NONE), (1, 0, 6, NONE), (1, 1, 6, NONE)]),
@@ -143,7 +147,10 @@ def test_no_warning_for_punctuation(smol):
         ([[3], [4]], {"target": "next", "positions": "all"}, "prompts of a single token only"),
         (TWO, {"target": 19}, "target must be a token id from 0 on, below the vocabulary's 19; got 19 for prompt 0"),
         (TWO, {"target": 1, "versus": -1}, "versus must be a token id .* got -1"),
-        (TWO, {"target": True}, "target must be text, a token id or 'top' or 'next'; got True for prompt 0"),
+        (TWO, {"target": True}, "target must be text, a token id or 'top' or 'next' or 'top5' and the like; got True for prompt 0"),
+        (TWO, {"target": "top20"}, "target 'top20' must not be more than the vocabulary's 19 tokens; got it for prompt 0"),
+        (TWO, {"target": ["top2", 1], "versus": [[1, 2, 3], 4]}, "as many as the 2 targets of prompt 0; got 3"),
+        (TWO, {"target": [["top2", "top"], 1]}, "name each token once for one versus; got a repeated one for prompt 0"),
         (TWO, {"target": 1.5}, "target must be text, .* got 1.5"),
         (TWO, {"target": [1, 2, 3]}, "target must be one for all prompts or a list .* each of 2; got a list of 3"),
         (TWO, {"target": []}, "target must be at least one token; got an empty list"),
@@ -160,6 +167,13 @@ def test_what_is_no_target_is_named(prompts, asked, message, tiny):
 def test_an_error_does_not_hint_at_a_space_that_does_not_help(tiny):
     with pytest.raises(InputError, match=r"got 'bc', which is 2: .*, behind prompt 0$"):
         read("a", tiny(), target="bc")
+
+
+def test_there_are_no_zero_likeliest_tokens_and_none_to_subtract(smol):
+    with pytest.raises(InputError, match="target must be one token; got 'top0', which is 2"):
+        read("The capital is", smol, smol.vocab_size, target="top0")
+    with pytest.raises(InputError, match="versus must be one token; got 'top5', which is 2"):
+        read("The capital is", smol, smol.vocab_size, target=" Tokyo", versus="top5")
 
 
 def test_an_error_hints_at_the_leading_space(smol):
@@ -193,6 +207,18 @@ def test_fill_top_leaves_out_a_row_that_it_would_repeat():
 def test_fill_top_refuses_a_versus_that_is_the_likeliest_token():
     with pytest.raises(InputError, match="versus must differ from target; got token 9 as both at prompt 1, position 1"):
         fill_top(asked_of(TWO, versus=9), np.array([3, 9]))
+
+
+def test_fill_top_fills_in_each_rank():
+    filled = fill_top(asked_of(TWO, target="top2"), np.array([11, 12, 13, 14]))
+    assert filled.target.tolist() == [11, 12, 13, 14]
+
+
+def test_one_of_several_likeliest_tokens_that_is_its_own_versus_has_no_row():
+    filled = fill_top(asked_of(TWO, target="top2", versus=9), np.array([11, 9, 9, 14]))
+    assert (filled.prompt.tolist(), filled.target.tolist()) == ([0, 1], [11, 14])
+    with pytest.raises(InputError, match="versus must differ from target; got token 9 as both at prompt 1, position 1"):
+        fill_top(asked_of(TWO, target=["top2", "top"], versus=9), np.array([11, 9, 9]))
 
 
 def test_take_chooses_rows():
