@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +32,13 @@ class _Reached(Exception):
 
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
-    """The model in eval mode and without trainable parameters; afterwards as it was. One thread at a time has it."""
+    """The model in eval mode and without trainable parameters; afterwards as it was. One thread at a time has it.
+
+    Raises :class:`InputError` under autocast, which would multiply in another dtype than the one that every limit is for.
+    """
+    device = next(module.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        raise InputError(f"autocast is on for {device}: leave it around streamlens' calls, or load the model in that dtype")
     with _lock_of(module):
         training = [m for m in module.modules() if m.training]
         # What was made under inference_mode takes no flag, and needs none.

@@ -241,3 +241,10 @@ def test_weights_made_under_inference_mode_come_back_as_they_were():
     with pytest.raises(UnsupportedModelError, match="cannot be read"):
         sl.load(module)
     assert state(module) == before
+
+
+def test_autocast_is_refused():
+    model = tiny.proven("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast is on for cpu: leave it around"):
+        sl.norms(model, PROMPTS)
+    assert len(sl.norms(model, PROMPTS))
