@@ -13,6 +13,8 @@ _HOME = {
     "record": "calls.record",
     "card": "calls.card",
     "growth_rate": "stats",
+    "Decoder": "decoder.model",
+    "DecoderConfig": "decoder.config",
 }
 _MODULES = ("errors", "figures", "prompts", "schema", "stats")
 

@@ -42,7 +42,7 @@ def complain(error: StreamLensError, check: bool | str) -> None:
 
 def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool | str) -> None:
     """The sum rule, at every row of a batch."""
-    limit = limits.SUM[model.dtype]
+    limit = limits.of_sum(model.module)
     worst = int(np.nan_to_num(shares.error, nan=np.inf).argmax())
     error = float(shares.error[worst])
     if error <= limit or check is False:

@@ -25,6 +25,26 @@ _under_way = threading.local()  # `seeing`: the callbacks of this thread's passe
 @contextmanager
 def watched_attention(module: nn.Module, see: SeeAttention) -> Iterator[None]:
     """Within, the model attends eagerly and `see` is called at every attention that looks its function up; afterwards all is as it was."""
+    own = [part for part in module.modules() if hasattr(part, "see_attention")]
+    with _own_watched(own, see) if own else _registered_watched(module, see):
+        yield
+
+
+@contextmanager
+def _own_watched(parts: list[nn.Module], see: SeeAttention) -> Iterator[None]:
+    """The native decoder calls whom it is told to."""
+    before = [part.see_attention for part in parts]
+    try:
+        for part in parts:
+            part.see_attention = see
+        yield
+    finally:
+        for part, seeing in zip(parts, before, strict=True):
+            part.see_attention = seeing
+
+
+@contextmanager
+def _registered_watched(module: nn.Module, see: SeeAttention) -> Iterator[None]:
     _register()
     configs = list({id(m.config): m.config for m in module.modules() if hasattr(m, "config")}.values())
     before = [(config, config._attn_implementation) for config in configs if hasattr(config, "_attn_implementation")]

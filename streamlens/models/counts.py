@@ -87,10 +87,17 @@ def cache_bytes(module: nn.Module) -> int:
         for length in _LENGTHS:
             ids = torch.arange(length, device=device)[None] + 1
             output = module(ids, use_cache=True)
-            cache = output["cache"] if "cache" in output else output.get("past_key_values")  # its newer and its older name
+            cache = _cache_of(output)
             held = {id(tensor): tensor for tensor in _tensors(cache)}.values()
             sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in held))
     return (sizes[1] - sizes[0]) // (_LENGTHS[1] - _LENGTHS[0])
+
+
+def _cache_of(output):
+    """By its newer or its older name in transformers; the native decoder's output is no mapping."""
+    if hasattr(output, "cache"):
+        return output.cache
+    return output["cache"] if "cache" in output else output.get("past_key_values")
 
 
 def _tensors(cache) -> Iterator[Tensor]:

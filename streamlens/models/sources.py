@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from streamlens.decoder.model import Decoder
 from streamlens.errors import InputError, SourceError, UnsupportedModelError
 from streamlens.models import named, pretrained
 from streamlens.models.adapters import adapted_module, is_peft
 from streamlens.models.bridge import is_bridge, wrapped_module
 from streamlens.models.checks import check_finite, check_head, is_transformers_model
 
-_LEGAL = "a model's name, a folder, a GGUF file, a transformers model or a TransformerBridge"
+_LEGAL = "a model's name, a folder, a GGUF file, a transformers model, a TransformerBridge or a Decoder"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
         raise InputError(f"revision must be None unless source is a name on the Hugging Face hub; got {revision!r}")
     if isinstance(tokenizer, str | os.PathLike):
         tokenizer = _named_tokenizer(tokenizer, trust_remote_code)
-    if kind in ("module", "bridge"):
+    if kind == "decoder":
+        opened = Opened(source, tokenizer, "Decoder", "Decoder in memory")
+        _check_as_loaded(source, device, dtype)
+    elif kind in ("module", "bridge"):
         opened = _open_loaded(source, tokenizer)
         _check_as_loaded(opened.module, device, dtype)
     elif kind == "named":
@@ -61,13 +65,16 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
         opened = _open_folder(Path(source).expanduser(), tokenizer, device, dtype, trust_remote_code)
     else:
         opened = _open_hub(source, tokenizer, device, dtype, revision=revision, trust_remote_code=trust_remote_code)
-    check_head(opened.module)
+    if not isinstance(opened.module, Decoder):
+        check_head(opened.module)
     if not opened.trusted:
         check_finite(opened.module)
     return opened
 
 
 def _kind(source) -> str:
+    if isinstance(source, Decoder):
+        return "decoder"
     if is_bridge(source):
         return "bridge"
     if isinstance(source, nn.Module):

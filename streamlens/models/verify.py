@@ -92,7 +92,7 @@ class _Checker:
     def __init__(self, module: nn.Module, anatomy: Anatomy, batch: TokenBatch):
         self.module, self.anatomy, self.batch, self.name = module, anatomy, batch, type(module).__name__
         self.dtype = module.get_output_embeddings().weight.dtype
-        self.limit, self.room = limits.SUM[self.dtype], limits.room(self.dtype)
+        self.limit, self.room = limits.of_sum(module), limits.room(self.dtype)
         self.unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
         self.readouts = self._readouts()
         self.shares: Shares = attribute_batch(module, anatomy, batch, self.readouts)

@@ -1,0 +1,55 @@
+"""LayerNorm and RMSNorm, with or without parameters, in the dtype of their input.
+
+LN(x) = gain * (x - mean) / sqrt(var + eps) + bias, with the biased variance; RMSNorm(x) = gain * x / sqrt(mean(x^2) + eps)
+(Ba et al. 2016; Zhang and Sennrich 2019).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from streamlens.decoder.config import DecoderConfig
+
+
+class LayerNorm(nn.Module):
+    """Centred, scaled to unit variance, then a learned gain and bias where it has them."""
+
+    def __init__(self, width: int, eps: float, gain: bool = True, bias: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    def scale(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch 1"]:
+        """What the centred input is divided by."""
+        return (x.var(-1, keepdim=True, correction=0) + self.eps).sqrt()
+
+
+class RMSNorm(nn.Module):
+    """Scaled to unit root mean square, then a learned gain where it has one."""
+
+    def __init__(self, width: int, eps: float, gain: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if gain else None
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    def scale(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch 1"]:
+        """What the input is divided by."""
+        return (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+def make_norm(config: DecoderConfig, width: int | None = None) -> LayerNorm | RMSNorm:
+    """The norm of a config, over the stream unless a `width` is given."""
+    width = config.d_model if width is None else width
+    if config.norm == "layernorm":
+        return LayerNorm(width, config.norm_eps, config.norm_parameters, config.norm_bias)
+    return RMSNorm(width, config.norm_eps, config.norm_parameters)
