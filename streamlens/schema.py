@@ -59,8 +59,8 @@ def _kind(name: str, meaning: str, optional: bool = False) -> Column:
     return Column(name, "category", "", meaning, key=True, optional=optional)
 
 
-def _text(name: str, meaning: str) -> Column:
-    return Column(name, "category", "", meaning)
+def _text(name: str, meaning: str, optional: bool = False) -> Column:
+    return Column(name, "category", "", meaning, optional=optional)
 
 
 def _value(name: str, unit: str, meaning: str, optional: bool = False) -> Column:
@@ -91,7 +91,8 @@ ATTRIBUTION = Table("attribution", (
     _id("neuron", "neuron of the MLP; -1 for none", optional=True),
     _id("expert", "expert of the mixture; -1 for none", optional=True),
     _id("source", "position that the head reads from; -1 for none", optional=True),
-    _value("attention", "probability", "attention weight from position to source", optional=True),
+    _text("source_token", "the tokenizer's decoding of the id at source; empty for none", optional=True),
+    _value("attention", "probability", "attention weight from position to source; null for a row without source", optional=True),
     _value("contribution", "logits", "this component's share of the logit; a group's shares sum to it"),
     _value("logit", "logits", "the model's own logit, or difference of logits, of the group"),
 ), "attribute")  # fmt: skip

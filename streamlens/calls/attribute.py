@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 
 from streamlens import frames
 from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, watched
 from streamlens.checks import CHECKS, check_printed, check_sums
-from streamlens.errors import choice
+from streamlens.errors import InputError, choice
 from streamlens.measure import attribution as dla
+from streamlens.measure.neurons import ByNeuron
+from streamlens.measure.splits import Split
 from streamlens.models.loaded import Model
 from streamlens.prompts import readouts
+from streamlens.prompts.plain import is_index
 
 
 def attribute(
@@ -21,6 +26,8 @@ def attribute(
     versus: object = None,
     positions: object = None,
     *,
+    by: str | None = None,
+    top_k: int | None = 10,
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
@@ -32,24 +39,41 @@ def attribute(
     untouched weights with the final norm's scale frozen; a head keeps its share of the value bias. See the design of the
     table in :data:`streamlens.schema.ATTRIBUTION`.
 
+    `by` puts finer rows in the place of some, under the same sum rule. "neuron": of each MLP and at each readout the `top_k`
+    neurons with the largest shares (None: all of them), the rest as one row, and the output bias; mixtures of experts keep their row.
+
     `check`: True raises :class:`AdditivityError` where the sum misses the logit by more than the dtype's limit, "warn" warns,
     False does neither, "full" also compares every logit with what the model prints (a hook of yours on the unembedding is seen
-    only there). Raises :class:`InputError` for bad input.
+    only there). Raises :class:`InputError` for bad input and :class:`UnsupportedModelError` where the model has nothing that `by` splits.
 
     Method: Elhage et al. 2021 (direct logit attribution), McGrath et al. 2023, eq. 7-10 (frozen norms).
     """
     opened(model)
-    arguments = {"target": target, "versus": versus, "positions": positions, "max_tokens": max_tokens, "check": check}
+    arguments = {"target": target, "versus": versus, "positions": positions, "by": by, "top_k": top_k}
+    arguments |= {"max_tokens": max_tokens, "check": check}
     choice("check", check, CHECKS)
+    split = _split(model, by, top_k)
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     shares = []
     for batch in watched(batched(model, parsed, max_tokens), progress, "attribute"):
         chosen = wanted.take(np.isin(wanted.prompt, batch.index))
         if len(chosen):
-            shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen))
+            shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen, split))
             check_sums(model, parsed, shares[-1], check)
             if check == "full":
                 check_printed(model, parsed, batch, shares[-1])
-    df = frames.attribution(shares, dla.components(model.anatomy), frames.Labels(model.tokenizer, parsed))
+    components = dla.components(model.anatomy, split and split.components)
+    df = frames.attribution(shares, components, frames.Labels(model.tokenizer, parsed), split and split.column)
     return frames.stamp(df, model, arguments, additivity_error=max(float(s.error.max()) for s in shares))
+
+
+def _split(model: Model, by: str | None, top_k: int | None) -> Split | None:
+    """What takes some rows apart. Raises :class:`InputError` for an unknown `by` or a `top_k` that is no number of rows."""
+    choice("by", by, (None, *_SPLITS))
+    if top_k is not None and not (is_index(top_k) and top_k > 0):
+        raise InputError(f"top_k must be a whole number above 0, or None for all; got {top_k!r}")
+    return None if by is None else _SPLITS[by](model.module, model.anatomy, top_k)
+
+
+_SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron}

@@ -27,9 +27,10 @@ class Labels:
         return _categories(self.prompts.texts, prompt)
 
     def at(self, prompt: np.ndarray, position: np.ndarray) -> pd.Categorical:
-        """The token that stands at each position."""
+        """The token that stands at each position, "" at none (-1)."""
         starts = np.cumsum([0, *self.prompts.lengths])
-        return self.tokens(np.concatenate(self.prompts.ids)[starts[prompt] + position])
+        ids = np.concatenate([*self.prompts.ids, [NONE]])
+        return self.tokens(ids[np.where(position < 0, -1, starts[prompt] + position)])
 
     def _text(self, token: int) -> str:
         if token in (NONE, MEAN):
@@ -69,14 +70,13 @@ def target_columns(labels: Labels, target: np.ndarray, versus: np.ndarray) -> di
     }
 
 
-def component_columns(components: Sequence[Component], times: int) -> dict:
-    """The columns that name a component, all components `times` times over."""
+def component_columns(components: Sequence[Component], which: int | np.ndarray) -> dict:
+    """The columns that name a component: all components `which` times over, or the components that `which` lists."""
     kinds = list(dict.fromkeys(c.kind for c in components))
     codes = np.array([kinds.index(c.kind) for c in components], dtype=np.int8)
     numbers = {n: np.array([getattr(c, n) for c in components], dtype=np.int32) for n in ("layer", "sublayer", "head")}
-    return {"component": pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)} | {
-        n: np.tile(v, times) for n, v in numbers.items()
-    }
+    spread = (lambda values: np.tile(values, which)) if isinstance(which, int) else (lambda values: values[which])
+    return {"component": pd.Categorical.from_codes(spread(codes), categories=kinds)} | {n: spread(v) for n, v in numbers.items()}
 
 
 def carried(prompts: Prompts, prompt: np.ndarray) -> dict:

@@ -1,7 +1,7 @@
 """Direct logit attribution: each component's share of a logit, by the frozen readout, with the sum rule checked.
 
 Contributions are exact on the untouched weights: heads, MLPs, mixers, embeddings and every constant on the residual path
-sum to the model's own logit. A head keeps its share of the value bias.
+sum to the model's own logit. A head keeps its share of the value bias. A split puts finer rows in the place of some.
 """
 
 from __future__ import annotations
@@ -10,26 +10,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int32, Int64
 from torch import Tensor, nn
 
+from streamlens.errors import UnsupportedModelError
+from streamlens.measure.components import Component, components, places
 from streamlens.measure.places import flat_index, with_top
+from streamlens.measure.splits import Part, Split
+from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
 from streamlens.prompts import MEAN, NONE, Readouts, TokenBatch
 from streamlens.stream.readout import Key, Readout
 from streamlens.stream.run import Run
+from streamlens.stream.tap import Places
 from streamlens.stream.unembed import Unembed
+
+__all__ = ["Component", "Shares", "Sources", "attribute_batch", "components", "printed_error"]
 
 
 @dataclass(frozen=True)
-class Component:
-    """What a row of the attribution table is about; -1 where a column does not apply."""
+class Sources:
+    """The parts of some components, one a source position; those behind the position that is read are 0 and no rows."""
 
-    kind: str
-    layer: int = -1
-    sublayer: int = -1
-    head: int = -1
+    component: Int64[np.ndarray, " head"]  # which columns of the shares they are the parts of
+    contribution: Float64[np.ndarray, "row head source"]
+    attention: Float64[np.ndarray, "row head source"] | None  # None where heads are summed
 
 
 @dataclass(frozen=True)
@@ -40,27 +46,34 @@ class Shares:
     contribution: Float64[np.ndarray, "row component"]
     logit: Float64[np.ndarray, " row"]
     error: Float64[np.ndarray, " row"]  # |sum - logit| / sum|parts|
+    numbers: Int32[np.ndarray, "row component"] | None = None  # which neuron or expert a component is; -1 for neither
+    sources: Sources | None = None
 
 
-def components(anatomy: Anatomy) -> tuple[Component, ...]:
-    """The components that a model has, in the order of the table: embeddings, layers, norms on the stream, unembedding."""
-    return tuple(c for place in _places(anatomy).values() for c in place)
+def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts, split: Split | None = None) -> Shares:
+    """Contributions of every component to the logits in `readouts`, whose prompts are all in `batch`.
 
-
-def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts) -> Shares:
-    """Contributions of every component to the logits in `readouts`, whose prompts are all in `batch`."""
+    Raises :class:`UnsupportedModelError` where the parts that `split` finds miss the row that they stand for.
+    """
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    with Readout(module, anatomy) as readout:
+    read = np.unique(flat_index(batch, readouts.prompt, readouts.position))
+    tap = None if split is None else split.tap(Places(torch.from_numpy(read), batch.ids.numel()))
+    with Readout(module, anatomy, tap) as readout:
         hidden = readout.forward(batch.ids, batch.mask)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
-        table = _Table(anatomy, len(readouts), unembed.wide)
+        table = _Table(anatomy, readouts, unembed.wide, split)
         rounds = _rounds(readouts)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):
             rows = np.flatnonzero(rounds == number)
-            _pull(readout, hidden, unembed, table, rows, flat[rows], readouts.take(rows), last=number + 1 == n_rounds)
-    return _checked(readouts, table)
+            _pull(readout, hidden, unembed, table, rows, flat[rows], last=number + 1 == n_rounds)
+    shares, gap = table.finished()
+    if gap > limits.SUM[module.get_output_embeddings().weight.dtype]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} cannot be split by {split.column}: parts miss the row that they stand for by {gap:.2g} of sum|parts|"
+        )
+    return shares
 
 
 @torch.no_grad()
@@ -80,47 +93,76 @@ def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares
 class _Table:
     """The contributions while they come in, one row a readout."""
 
-    def __init__(self, anatomy: Anatomy, n_rows: int, dtype: torch.dtype):
+    def __init__(self, anatomy: Anatomy, readouts: Readouts, dtype: torch.dtype, split: Split | None):
         start, self.columns = 0, {}
-        for key, place in _places(anatomy).items():
+        for key, place in places(anatomy, split and split.components).items():
             self.columns[key] = slice(start, start + len(place))
             start += len(place)
-        self.contribution = torch.zeros(n_rows, start, dtype=dtype)
-        self.logit = torch.zeros(n_rows, dtype=dtype)
+        self.readouts, self.split = readouts, split
+        self.contribution = torch.zeros(len(readouts), start, dtype=dtype)
+        self.logit = torch.zeros(len(readouts), dtype=dtype)
+        self.gap = torch.zeros(len(readouts), dtype=dtype)
+        self.numbers: Tensor | None = None
+        self.parts: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def put(self, key: Key, rows: np.ndarray, values: Tensor) -> None:
-        """`values` `[row]` or `[row, head]` of the place `key`."""
+        """`values` `[row]` or `[row, component]` of the place `key`."""
+        self._into(self.contribution, rows, self.columns[key], values)
+
+    def put_part(self, key: Key, rows: np.ndarray, part: Part, whole: Tensor) -> None:
+        """What a write was split into, whose own share is `whole` `[row]`, or `[row, head]` where sources are the parts of heads."""
+        self.put(key, rows, part.shares)
+        if part.numbers is not None:
+            if self.numbers is None:
+                self.numbers = torch.full(self.contribution.shape, -1, dtype=torch.int32)
+            self._into(self.numbers, rows, self.columns[key], part.numbers.int())
+        gap = (part.shares.sum(-1) - whole.sum(-1)).abs().cpu()
+        at = torch.from_numpy(rows)
+        self.gap[at] = torch.maximum(self.gap[at], gap)
+
+    def finished(self) -> tuple[Shares, float]:
+        """The contributions, and by how much of sum|parts| the parts of a split write miss its own share at worst."""
+        contribution, logit = self.contribution.double(), self.logit.double()
+        size = contribution.abs().sum(-1).clamp_min(1e-300)
+        error = (contribution.sum(-1) - logit).abs() / size
+        numbers = None if self.numbers is None else self.numbers.numpy()
+        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers), float((self.gap / size).max())
+
+    def _into(self, table: Tensor, rows: np.ndarray, columns: slice, values: Tensor) -> None:
         values = values.reshape(len(rows), -1).cpu()
-        if len(rows) == len(self.logit):
-            self.contribution[:, self.columns[key]] = values
+        if len(rows) == len(table):
+            table[:, columns] = values
         else:
-            self.contribution[torch.from_numpy(rows), self.columns[key]] = values
+            table[torch.from_numpy(rows), columns] = values
 
 
-def _pull(
-    readout: Readout, hidden: Tensor, unembed: Unembed, table: _Table, rows: np.ndarray, flat: Tensor, chosen: Readouts, *, last: bool
-) -> None:
+def _pull(readout: Readout, hidden: Tensor, unembed: Unembed, table: _Table, rows: np.ndarray, flat: Tensor, *, last: bool) -> None:
     """One backward pass: the contributions to at most one logit a (prompt, position)."""
-    device = hidden.device
+    device, chosen = hidden.device, table.readouts.take(rows)
     flat, target, versus = flat.to(device), torch.from_numpy(chosen.target).to(device), torch.from_numpy(chosen.versus).to(device)
-    direction = unembed.direction(target, versus).to(device)
+    read = unembed.direction(target, versus).to(device)
     start = torch.zeros(hidden.shape, dtype=hidden.dtype, device=device)
-    start.view(-1, hidden.shape[-1])[flat] = direction.to(hidden.dtype)
+    start.view(-1, hidden.shape[-1])[flat] = read.to(hidden.dtype)
     dense, heads = 2 * len(flat) >= start[..., 0].numel(), {(i, "write", w.leaf): w.n_heads for i, w in readout.anatomy.writes()}
-    constants = _constants(readout, unembed.wide)
+    constants, split = _constants(readout, unembed.wide), table.split
 
     def sink(key: Key, value: Tensor | None, g: Tensor) -> None:
         if key not in table.columns:
             return
         at = flat.to(g.device)
         pick = (lambda x: x.reshape(-1, x.shape[-1])) if dense else (lambda x: x.reshape(-1, x.shape[-1])[at])
-        g = pick(g).to(unembed.wide)
+        direction = pick(g).to(unembed.wide)
         if value is None:
-            shares = g @ constants[key].to(g)
+            shares = direction @ constants[key].to(direction)
         else:
             by_head = (max(heads.get(key, 0), 1), -1)
-            shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), g.unflatten(-1, by_head))
-        table.put(key, rows, shares[at] if dense else shares)
+            shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), direction.unflatten(-1, by_head))
+        shares = shares[at] if dense else shares
+        part = None if split is None else split.part(readout.tap, key, g, at)
+        if part is None:
+            table.put(key, rows, shares)
+        else:
+            table.put_part(key, rows, part, shares)
 
     readout.pull(hidden, start, sink, last=last)
     stream = hidden.detach().reshape(-1, hidden.shape[-1])[flat].to(unembed.wide)
@@ -129,7 +171,7 @@ def _pull(
     for key, values in (((-1, "unembed_bias", ""), bias), ((-1, "softcap", ""), bend)):
         if key in table.columns:
             table.put(key, rows, values)
-    table.logit[torch.from_numpy(rows)] = ((stream * direction).sum(-1) + bias + bend).cpu()
+    table.logit[torch.from_numpy(rows)] = ((stream * read).sum(-1) + bias + bend).cpu()
 
 
 def _constants(readout: Readout, wide: torch.dtype) -> dict[Key, Tensor]:
@@ -138,29 +180,6 @@ def _constants(readout: Readout, wide: torch.dtype) -> dict[Key, Tensor]:
     biases = {(i, "bias", w.leaf): bias_of(module.get_submodule(w.leaf)).to(wide) for i, w in anatomy.writes() if w.bias}
     norms = {(i, "norm", p): anatomy.norms[p].bias for i, p in anatomy.path_norms if anatomy.norms[p].bias is not None}
     return biases | norms
-
-
-def _places(anatomy: Anatomy) -> dict[Key, tuple[Component, ...]]:
-    """Where rows come from, and which: the place's key in the readout and its components."""
-    places: dict[Key, tuple[Component, ...]] = {(-1, "embed", anatomy.embed): (Component("embed"),)}
-    for ordinal, path in enumerate(anatomy.pos_embeds):
-        places[(-1, "embed", path)] = (Component("pos_embed", -1, ordinal if len(anatomy.pos_embeds) > 1 else -1),)
-    for layer, write in anatomy.writes():
-        heads = tuple(Component("head", layer, write.sublayer, h) for h in range(write.n_heads))
-        places[(layer, "write", write.leaf)] = heads or (Component(write.kind, layer, write.sublayer),)
-        if write.bias:
-            places[(layer, "bias", write.leaf)] = (Component("attn_bias", layer, write.sublayer),)
-    counts: dict[int, int] = {}
-    order = {path: i for i, path in enumerate(anatomy.norms)}
-    for layer, path in sorted(anatomy.path_norms, key=lambda item: (item[0], order[item[1]])):
-        if anatomy.norms[path].bias is not None:
-            places[(layer, "norm", path)] = (Component("norm_bias", layer, counts.setdefault(layer, 0)),)
-            counts[layer] += 1
-    if anatomy.unembed_bias:
-        places[(-1, "unembed_bias", "")] = (Component("unembed_bias"),)
-    if anatomy.logits.cap is not None:
-        places[(-1, "softcap", "")] = (Component("softcap"),)
-    return places
 
 
 def _rounds(readouts: Readouts) -> np.ndarray:
@@ -172,9 +191,3 @@ def _rounds(readouts: Readouts) -> np.ndarray:
     rounds = np.empty(len(new), dtype=np.int64)
     rounds[order] = np.arange(len(new)) - starts
     return rounds
-
-
-def _checked(readouts: Readouts, table: _Table) -> Shares:
-    contribution, logit = table.contribution.double(), table.logit.double()
-    error = (contribution.sum(-1) - logit).abs() / contribution.abs().sum(-1).clamp_min(1e-300)
-    return Shares(readouts, contribution.numpy(), logit.numpy(), error.numpy())

@@ -86,6 +86,11 @@ def is_linear(module: nn.Module) -> bool:
     return (hasattr(module, "in_features") and hasattr(module, "out_features")) or type(module).__name__ == "Conv1D"
 
 
+def width_in(linear: nn.Module) -> int:
+    """How many numbers a linear map reads at a position."""
+    return linear.in_features if hasattr(linear, "in_features") else linear.weight.shape[0]  # Conv1D keeps its weight [in, out]
+
+
 def has_bias(module: nn.Module) -> bool:
     return bias_of(module) is not None
 

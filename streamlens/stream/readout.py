@@ -20,6 +20,7 @@ from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.norms import NormForm
 from streamlens.stream.run import Planted
+from streamlens.stream.tap import Tap
 
 Key = tuple[int, str, str]
 """(layer, kind of place, module path): "write" and "embed" are leaves, "bias" and "norm" places where a constant enters."""
@@ -48,8 +49,9 @@ class _FrozenNorm(torch.autograd.Function):
 class Readout(Planted):
     """A run whose writes are leaves: :meth:`forward` once, then :meth:`pull` once for every direction of interest."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy):
+    def __init__(self, module: nn.Module, anatomy: Anatomy, tap: Tap | None = None):
         super().__init__(module, anatomy)
+        self.tap = tap
         self.leaves: dict[Key, Tensor] = {}
         self._sink: Sink | None = None
         self._by_module: dict[tuple[int, str], Write] = {(layer, w.leaf): w for layer, w in anatomy.writes()}
@@ -57,6 +59,8 @@ class Readout(Planted):
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         self.leaves.clear()
+        if self.tap is not None:
+            self.tap.close()
 
     def forward(self, ids: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"] | None = None) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input, as a function of the leaves."""
@@ -78,6 +82,8 @@ class Readout(Planted):
     # -- hooks ---------------------------------------------------------------------------------------------------
     def _plant(self) -> None:
         run, anatomy = self._run, self.anatomy
+        if self.tap is not None:
+            self.tap.plant(run, anatomy)
         for path in (anatomy.embed, *anatomy.pos_embeds):
             run.on_output(path, lambda layer, out, _, path=path: self._leaf((-1, "embed", path), self._full(out)))
         for path in anatomy.readers:
@@ -91,6 +97,8 @@ class Readout(Planted):
             run.replace(path, partial(self._frozen, path, form))
 
     def _leaf(self, key: Key, value: Tensor) -> Tensor:
+        if self.tap is not None:
+            self.tap.entered(key, value)
         leaf = value.detach().requires_grad_()
         self.leaves[key] = leaf
 

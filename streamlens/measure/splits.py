@@ -1,0 +1,51 @@
+"""Finer rows: what stands in place of a sublayer's own row, under the same sum rule.
+
+A split knows which writes it takes apart, the components that they become, and how their shares come out of one
+backward pass: a :class:`~streamlens.stream.tap.Tap` has looked inside the sublayer while the model ran.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from streamlens.measure.components import Component
+from streamlens.models.anatomy import Write
+from streamlens.stream.readout import Key
+from streamlens.stream.tap import Places, Tap
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one write becomes, at each row."""
+
+    shares: Float[Tensor, "row component"]
+    numbers: Int[Tensor, "row component"] | None = None  # which neuron or expert; -1 for neither
+    sources: Float[Tensor, "row head source"] | None = None  # the parts of each of `shares`
+    attention: Float[Tensor, "row head source"] | None = None
+
+
+class Split:
+    """Rows that stand in place of a write's own; `column` is what tells them apart."""
+
+    column: str
+
+    def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
+        """What the write becomes; None where it stays whole."""
+        raise NotImplementedError
+
+    def tap(self, places: Places) -> Tap:
+        """What has to look inside while the model runs."""
+        raise NotImplementedError
+
+    def part(self, tap: Tap, key: Key, g: Tensor, at: Int[Tensor, " row"]) -> Part | None:
+        """What the write at `key` becomes, `g` `[batch, pos, width]` being the direction in which it is read; None where it stays whole."""
+        raise NotImplementedError
+
+
+def rows_of(g: Tensor, at: Int[Tensor, " row"]) -> Float[Tensor, "row width"]:
+    """The vectors at these positions of a batch, in the precision in which shares are summed."""
+    return g.reshape(-1, g.shape[-1])[at].to(torch.promote_types(g.dtype, torch.float32))
