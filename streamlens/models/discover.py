@@ -70,7 +70,7 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
     reached, clones = _on_path(module, draft, ids)
     path_norms = frozenset((layer, path) for layer, what, path in reached if what == "norm")
     layers = tuple(
-        _layer(layer, [c for c in calls if c.layer == layer], writes[layer], reached, path_norms, weight.dtype) for layer in range(n_layers)
+        _layer(layer, [c for c in calls if c.layer == layer], writes[layer], reached, path_norms, module) for layer in range(n_layers)
     )
     return replace(
         draft,
@@ -196,11 +196,11 @@ def _reached(module: nn.Module, draft: Anatomy, ids: Tensor) -> set[tuple[int, s
     return reached
 
 
-def _layer(layer: int, calls: list[Call], writes: list[Write], reached: set, path_norms: frozenset, dtype: torch.dtype) -> Layer:
+def _layer(layer: int, calls: list[Call], writes: list[Write], reached: set, path_norms: frozenset, module: nn.Module) -> Layer:
     """One block as a program: writes go in with their factors, norms on a branch belong to it, norms on the stream end a segment."""
-    block = next(c for c in calls if c.what == "block")
+    block, dtype = next(c for c in calls if c.what == "block"), module.get_output_embeddings().weight.dtype
     by_reader = {w.reader: w for w in writes if (layer, "write", w.leaf) in reached}
-    program = _Program(layer, block, dtype)
+    program = _Program(layer, block, dtype, _own_numbers(module.get_submodule(block.path)))
     for call in calls:
         if call.what == "reader" and call.path in by_reader:
             write = by_reader[call.path]
@@ -216,8 +216,8 @@ def _layer(layer: int, calls: list[Call], writes: list[Write], reached: set, pat
 class _Program:
     """Fits a block's additions and norms to what was recorded."""
 
-    def __init__(self, layer: int, block: Call, dtype: torch.dtype):
-        self.layer, self.block, self.dtype = layer, block, dtype
+    def __init__(self, layer: int, block: Call, dtype: torch.dtype, numbers: tuple[float, ...]):
+        self.layer, self.block, self.dtype, self.numbers = layer, block, dtype, numbers
         self.stream, self.mid = block.x, None
         self.segments: list[Segment] = []
         self.pending: list[tuple[tuple[Write, ...], str | None, Tensor]] = []  # writes, their branch norm, what it gives
@@ -284,7 +284,7 @@ class _Program:
         noise = noise.flatten().clamp_min(1e-30)
         basis = torch.stack([v.double().flatten() / noise for v in values], dim=1)
         solution = torch.linalg.lstsq(basis.cpu(), (target.double().flatten() / noise)[:, None].cpu()).solution[:, 0]
-        factors = [_snapped(f) for f in solution.tolist()]
+        factors = [_snapped(f, self.numbers) for f in solution.tolist()]
         fitted = sum(f * v.double() for f, v in zip(factors, values, strict=True))
         if near and not bool(((fitted - target.double()).abs().flatten() <= 2 * noise).all()):
             return [1.0] * len(values)  # no factor explains what is off, and none may excuse it
@@ -294,10 +294,15 @@ class _Program:
         return float((sum(v.double() for v in values) - target.double()).abs().max() / target.double().abs().max())
 
 
-def _snapped(factor: float) -> float:
-    """A fitted 0.40000001 is the 0.4 of a config; what no short number is near stays as measured."""
-    short = float(f"{factor:.4g}")
-    return short if abs(short - factor) <= 1e-6 * abs(factor) else factor
+def _own_numbers(block: nn.Module) -> tuple[float, ...]:
+    """The numbers that a block holds as its attributes: multipliers may be among them."""
+    return tuple(value for value in vars(block).values() if isinstance(value, float) and value)
+
+
+def _snapped(factor: float, numbers: tuple[float, ...] = ()) -> float:
+    """A fitted 0.40000001 is the 0.4 of a config, or the block's own number; what neither is near stays as measured."""
+    near = [n for n in (*numbers, float(f"{factor:.4g}")) if abs(n - factor) <= 1e-6 * abs(factor)]
+    return near[0] if near else factor
 
 
 def _close(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
