@@ -36,6 +36,8 @@ class Attention(Hookable):
         if c.qk_norm != "none":
             self.q_norm = make_norm(c, c.head_width if c.qk_norm == "head" else width)
             self.k_norm = make_norm(c, c.head_width if c.qk_norm == "head" else kv_width)
+        if c.positions != "rope":
+            self.without_places("hook_rot_q", "hook_rot_k")
         self.sinks = nn.Parameter(torch.empty(c.n_heads)) if c.sink else None
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], context: Context) -> Float[Tensor, "batch pos d_model"]:

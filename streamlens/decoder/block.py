@@ -28,6 +28,8 @@ class Block(Hookable):
         self.norm1 = make_norm(config)
         self.attn = Attention(config, layer)
         self.mlp = make_mlp(config)
+        if self.mlp is None:
+            self.without_places("hook_resid_mid", "hook_mlp_out")
 
     def attn_out(self, out: Stream) -> Stream:
         """What attention adds."""
@@ -117,6 +119,7 @@ class Parallel(Block):
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__(config, layer)
         self.norm2 = make_norm(config) if config.parallel_norms == 2 else None
+        self.without_places("hook_resid_mid")
 
     def forward(self, x: Stream, context: Context) -> Stream:
         x = self.hook_resid_pre(x)

@@ -21,5 +21,10 @@ class Hookable(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.places = self.PLACES
         for name in self.PLACES:
             setattr(self, name, passed)
+
+    def without_places(self, *names: str) -> None:
+        """Say that nothing goes by at these places of this module, so that nobody waits there."""
+        self.places = tuple(name for name in self.places if name not in names)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +14,7 @@ from streamlens.decoder.block import make_block, times
 from streamlens.decoder.cache import Cache
 from streamlens.decoder.config import DecoderConfig
 from streamlens.decoder.context import Context, added_to_scores, needs_no_mask
+from streamlens.decoder.generate import generate
 from streamlens.decoder.hookable import Hookable
 from streamlens.decoder.init import initialise
 from streamlens.decoder.norms import make_norm
@@ -50,8 +53,7 @@ class Decoder(Hookable):
             self.final_norm = make_norm(config) if config.has_final_norm else None
             self.unembed = nn.Linear(config.d_model, config.n_vocab, bias=config.unembed_bias)
         self.to_empty(device=device)
-        if config.tied:
-            self.unembed.weight = self.embed.weight
+        self.tie()
         if seed is not None:
             initialise(self, seed)
 
@@ -109,6 +111,28 @@ class Decoder(Hookable):
     def new_cache(self) -> Cache:
         """An empty cache of keys and values."""
         return Cache([block.attn.window for block in self.blocks])
+
+    def tie(self) -> Decoder:
+        """The embedding's weight as the unembedding's where the config says so; for who puts new weights in."""
+        if self.config.tied:
+            self.unembed.weight = self.embed.weight
+        return self
+
+    def generate(self, input_ids: Int[Tensor, "batch pos"], n_tokens: int, **options) -> Int[Tensor, "batch pos_out"]:
+        """Up to `n_tokens` more tokens; options as in :func:`streamlens.decoder.generate.generate`."""
+        return generate(self, input_ids, n_tokens, **options)
+
+    def save(self, folder: str | os.PathLike, tokenizer=None) -> Path:
+        """Write config, weights and tokenizer to a folder that `sl.load` opens."""
+        from streamlens.decoder.folder import save_decoder
+
+        return save_decoder(self, folder, tokenizer)
+
+    def hooked(self):
+        """This decoder as TransformerLens' `HookedRootModule`, on the same weights: `run_with_cache`, `run_with_hooks`."""
+        from streamlens.decoder.hooks import HookedDecoder
+
+        return HookedDecoder(self)
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed

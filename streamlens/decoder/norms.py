@@ -12,9 +12,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from streamlens.decoder.config import DecoderConfig
+from streamlens.decoder.hookable import Hookable, passed
 
 
-class LayerNorm(nn.Module):
+class Norm(Hookable):
+    """One fused call, or written out where somebody looks at what the input is divided by or at the quotient."""
+
+    PLACES = ("hook_scale", "hook_normalized")
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        if self.hook_scale is passed and self.hook_normalized is passed:
+            return self.fused(x)
+        x = self.centred(x)
+        y = self.hook_normalized(x / self.hook_scale((x.square().mean(-1, keepdim=True) + self.eps).sqrt()))
+        y = y if self.weight is None else y * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class LayerNorm(Norm):
     """Centred, scaled to unit variance, then a learned gain and bias where it has them."""
 
     def __init__(self, width: int, eps: float, gain: bool = True, bias: bool = True):
@@ -23,28 +38,27 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def fused(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
-    def scale(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch 1"]:
-        """What the centred input is divided by."""
-        return (x.var(-1, keepdim=True, correction=0) + self.eps).sqrt()
+    def centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """Scaled to unit root mean square, then a learned gain where it has one."""
 
     def __init__(self, width: int, eps: float, gain: bool = True):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(width)) if gain else None
+        self.bias = None
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def fused(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
-    def scale(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch 1"]:
-        """What the input is divided by."""
-        return (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+    def centred(self, x: Tensor) -> Tensor:
+        return x
 
 
 def make_norm(config: DecoderConfig, width: int | None = None) -> LayerNorm | RMSNorm:
