@@ -1,0 +1,10 @@
+"""Summaries of the tables, DataFrame in and DataFrame out: means with bootstrap intervals, growth rates, the largest components.
+
+The unit of resampling is the prompt, since the positions of one prompt depend on each other: a cluster bootstrap with percentile
+intervals and a fixed seed.
+"""
+
+from streamlens.stats.growth import growth_rate, log_norms
+from streamlens.stats.means import mean_interval, top_components
+
+__all__ = ["growth_rate", "log_norms", "mean_interval", "top_components"]
