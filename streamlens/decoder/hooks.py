@@ -30,7 +30,6 @@ class HookedDecoder(HookedRootModule):
 
     def __init__(self, decoder: Decoder):
         super().__init__()
-        self.decoder = decoder
         self._points: list[tuple[Hookable, str, HookPoint]] = []
         for path, module in decoder.named_modules():
             if isinstance(module, Hookable):
@@ -38,7 +37,8 @@ class HookedDecoder(HookedRootModule):
                     point = HookPoint()
                     _put(self, (*(NORMS.get(part, part) for part in path.split(".") if part), place), point)
                     self._points.append((module, place, point))
-        self.setup()
+        self.setup()  # it names every module that is here already, and the decoder's are not ours to name
+        self.decoder = decoder
 
     def forward(self, input_ids: Tensor, **kwargs) -> Float[Tensor, "batch pos vocab"]:
         with self._planted():

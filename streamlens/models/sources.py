@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from streamlens.decoder.folder import is_decoder_folder, load_decoder
 from streamlens.decoder.model import Decoder
 from streamlens.errors import InputError, SourceError, UnsupportedModelError
 from streamlens.models import named, pretrained
@@ -116,7 +117,10 @@ def _open_gguf(file: Path, tokenizer, device: torch.device | None, dtype: torch.
 def _open_folder(folder: Path, tokenizer, device: torch.device | None, dtype: torch.dtype | None, trust_remote_code: bool) -> Opened:
     if not folder.is_dir():
         raise SourceError(f"{folder} is neither a model folder nor a GGUF file" if folder.exists() else f"no such folder: {folder}")
-    module = pretrained.load_folder(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(_place(device))
+    if is_decoder_folder(folder):
+        module = load_decoder(folder, dtype, _place(device))
+    else:
+        module = pretrained.load_folder(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(_place(device))
     tokenizer = pretrained.load_tokenizer(str(folder), trust_remote_code=trust_remote_code) if tokenizer is None else tokenizer
     return Opened(module, tokenizer, folder.resolve().name, f"{type(module).__name__} from {folder}")
 
