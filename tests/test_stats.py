@@ -54,7 +54,7 @@ def test_resampling_in_pieces_changes_nothing(monkeypatch):
     rng = np.random.default_rng(2)
     df = pd.DataFrame({"prompt": np.repeat(np.arange(5), 40), "k": np.tile(np.arange(40), 5), "x": rng.normal(size=200)})
     whole = stats.mean_interval(df, "x", "k")
-    monkeypatch.setattr(stats, "_CELLS", 14_000)  # seven groups at a time
+    monkeypatch.setattr(stats.means, "_CELLS", 14_000)  # seven groups at a time
     pd.testing.assert_frame_equal(stats.mean_interval(df, "x", "k"), whole, rtol=1e-12)
 
 
@@ -142,7 +142,7 @@ def test_each_replicate_is_a_fit_of_its_own():
     df = norms(np.exp(rng.normal(0.05, 0.02, size=12)))
     df["value"] *= np.exp(rng.normal(0, 0.1, size=len(df)))
     logs = np.log(df.loc[df["position"] > 0].groupby(["prompt", "layer"])["value"].apply(lambda v: np.exp(np.log(v).mean()))).unstack()
-    draws = stats._resample(12, 2000, 0)
+    draws = stats.means.resample(12, 2000, 0)
     slopes = [np.polyfit(np.arange(7), (drawn @ logs.to_numpy()) / 12, 1)[0] for drawn in draws]
     row = stats.growth_rate(df).iloc[0]
     np.testing.assert_allclose([row["low"], row["high"]], np.exp(np.quantile(slopes, [0.025, 0.975])), rtol=1e-10)

@@ -12,7 +12,7 @@ from numbers import Real
 import numpy as np
 import pandas as pd
 
-from streamlens.errors import InputError, choice, whole
+from streamlens.errors import InputError, whole
 
 _CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
 _COMPONENT = ("component", "layer", "sublayer", "head", "neuron", "expert", "source")
@@ -115,5 +115,3 @@ def top_components(df: pd.DataFrame, n: int = 10, level: float = 0.95, n_boot: i
     if not model:
         return means.head(n).reset_index(drop=True)
     return means.groupby("model", observed=True).head(n).sort_values("model", kind="stable").reset_index(drop=True)
-
-
