@@ -10,6 +10,7 @@ _HOME = {
     "attribute": "calls.attribute",
     "ablate": "calls.ablate",
     "norms": "calls.norms",
+    "lens": "calls.lens",
     "record": "calls.record",
     "card": "calls.card",
     "growth_rate": "stats",

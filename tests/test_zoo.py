@@ -146,6 +146,18 @@ def _one_row_each(df: pd.DataFrame) -> None:
     assert set(counts.values()) == {1}
 
 
+# -- the lens ------------------------------------------------------------------------------------------------------------
+def test_the_lens_at_the_end_is_what_the_model_prints(case, printed):
+    df = sl.lens(case.model, PROMPTS, target=TARGET, sites="final", norm=["recomputed", "frozen"], top_k=2)
+    assert len(df) == 2 * 3 * sum(map(len, PROMPTS))
+    for (prompt, position), rows in df.groupby(["prompt", "position"]):
+        logits = printed[prompt][position]
+        ids = torch.from_numpy(rows.target.to_numpy(copy=True)).long()
+        assert np.abs(rows.logit.to_numpy() - logits[ids].numpy()).max() <= PRINTED * float(logits.abs().max())
+        assert np.allclose(rows.probability, logits.softmax(-1)[ids], rtol=1e-3, atol=1e-6)
+        assert np.array_equal(rows["rank"], (logits > logits[ids][:, None]).sum(-1))
+
+
 # -- heads ---------------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def test_heads_and_bias_are_the_attention_write(case):

@@ -3,7 +3,8 @@
 from streamlens.frames.ablation import ablation
 from streamlens.frames.attribution import attribution
 from streamlens.frames.columns import Labels
+from streamlens.frames.lens import lens
 from streamlens.frames.norms import norms
 from streamlens.frames.stamp import card, stamp
 
-__all__ = ["Labels", "ablation", "attribution", "card", "norms", "stamp"]
+__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "stamp"]
