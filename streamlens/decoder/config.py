@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from streamlens.decoder.combinations import refuse_impossible
 from streamlens.decoder.names import TransformersNames
+from streamlens.decoder.settle import settle
 from streamlens.errors import InputError, choice
 
 LEGAL = {
@@ -158,6 +159,10 @@ class DecoderConfig:
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, None where it sees everything before it."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def settled(self) -> DecoderConfig:
+        """The same model with every None that has a value filled in, and fields without effect at their defaults: equal if alike."""
+        return settle(self)
 
     # -- other shapes of it ----------------------------------------------------------------------------------------
     def to_dict(self) -> dict:
