@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from tqdm import tqdm
 
 from streamlens.errors import InputError, choice
-from streamlens.measure.metrics import METRICS
+from streamlens.measure.metrics import DEFAULT, METRICS, Metric
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
 from streamlens.prompts.plain import is_index, plain
@@ -16,9 +16,19 @@ MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
 
 
-def chosen_metrics(metrics: object) -> tuple[str, ...]:
-    """The named metrics, all of them for None."""
-    return several("metrics", metrics, METRICS)
+def chosen_metrics(metrics: object) -> tuple[Metric, ...]:
+    """Metrics by name or as functions, each once; the usual ones for None."""
+    given = DEFAULT if metrics is None else tuple(metrics) if isinstance(metrics, (list, tuple, set, frozenset)) else (metrics,)
+    if not given:
+        raise InputError(f"metrics must name at least one of {', '.join(METRICS)}; got none")
+    names: dict[str, Metric] = {}
+    for one in given:
+        if not callable(one):
+            choice("metrics", one, METRICS)
+        name = getattr(one, "__name__", one)
+        if not isinstance(name, str) or names.setdefault(name, one) != one or (callable(one) and name in METRICS):
+            raise InputError(f"metrics as functions must each have a name of their own; got {name!r}")
+    return tuple(names.values())
 
 
 def chosen_layers(model: Model, layers: object) -> tuple[int, ...]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-
 import numpy as np
 
 from streamlens.errors import AdditivityError, NumericError, StreamLensError
@@ -24,12 +22,12 @@ def demand_finite(model: Model, what: str, bad: int, check: bool | str) -> None:
         complain(NumericError(f"{model.name}: {what} is not finite in {bad} places"), check)
 
 
-def demand_replayed(model: Model, batch: TokenBatch, changes: Sequence[removal.Variant]) -> None:
+def demand_replayed(model: Model, batch: TokenBatch, plan: removal.Plan) -> None:
     """The middle change of a batch, by replay and by a plainly hooked forward pass."""
-    change = changes[len(changes) // 2]
-    error, limit = removal.replay_error(model.module, model.anatomy, batch, change), limits.room(model.dtype)
+    number = len(plan.changes) // 2
+    error, limit = removal.replay_error(model.module, model.anatomy, batch, plan, number), limits.room(model.dtype)
     if not error <= limit:
-        message = f"{model.name}: removal at layer {change.layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
+        message = f"{model.name}: the change at layer {plan.changes[number].layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
         raise NumericError(message)
 
 

@@ -83,7 +83,10 @@ _SUBLAYER = _id("sublayer", "which attention or MLP of the block; -1 for none")
 _HEAD = _id("head", "attention head; -1 for none")
 _UNIT_PLACE = (_LAYER, _SUBLAYER, _HEAD)
 _COMPONENT = _kind("component", "what wrote: embed, pos_embed, head, attn, attn_bias, mlp, mixer, norm_bias, unembed_bias, softcap, ...")
-_SITE = _kind("site", "embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out, other_out, resid_post or final (before the final norm)")
+_SITE = _kind(
+    "site",
+    "embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out, other_out, resid_post, final (before the final norm), head_out, norm, pattern",
+)
 _METRIC_UNIT = "the metric's own: nats for loss, kl and js, logits for target_logit and logit_diff"
 
 ATTRIBUTION = Table("attribution", (
@@ -99,27 +102,29 @@ ATTRIBUTION = Table("attribution", (
 
 ABLATION = Table("ablation", (
     *_PLACE, *_TARGET, *_VERSUS,
-    _kind("unit", "what was changed: block, attn, mlp or head"),
-    _kind("method", "how: remove, zero, mean, positional_mean or resample"),
+    _kind("unit", "what was changed: block, attn, mlp, mixer, head, expert, or the order of blocks"),
+    _kind("method", "how: remove, zero, mean, positional_mean, resample, gradient, rearrange, or how blocks were chosen for pruning"),
     _LAYER, _SUBLAYER,
     _id("span", "number of neighbouring layers changed together, from layer on"),
     _HEAD,
     _id("expert", "expert of the mixture; -1 for none", optional=True),
-    _id("at", "position at which the change was made; -1 for every position", optional=True),
+    _id("at", "position at which the change was made; -1 for every position, -2 for several", optional=True),
     _kind("reference", "name of the prompts that the replacement comes from", optional=True),
     _id("sample", "number of the resampled replacement; -1 for none", optional=True),
     _id("seed", "seed of the draw; -1 for none", optional=True),
-    _kind("metric", "loss, kl, js, target_logit, logit_diff, target_rank or top1_agree"),
+    _kind("blocks", "the blocks that ran, in a rearranged run", optional=True),
+    _id("n_removed", "number of blocks that a pruned model lacks", optional=True),
+    _kind("metric", "loss, kl, js, top1_agree, l2, target_logit, target_logprob, logit_diff, target_rank, or a function's name"),
     _value("clean", _METRIC_UNIT, "the metric of the untouched model"),
     _value("ablated", _METRIC_UNIT, "the metric after the change"),
     _value("delta", _METRIC_UNIT, "ablated - clean"),
-    _value("recovered", "fraction", "share of the clean behaviour that is left", optional=True),
+    _value("recovered", "fraction", "(ablated - corrupted) / (clean - corrupted): 1 where nothing is lost", optional=True),
 ), "ablate")  # fmt: skip
 
 NORMS = Table("norms", (
     *_PLACE, *_UNIT_PLACE, _SITE,
-    _kind("measure", "l2 or rms"),
-    _value("value", "the stream's own", "the measure at this site of this layer and position"),
+    _kind("measure", "l2, rms, mean, std, max_abs, max_index, massive, relative, cosine, along, across, scale, gain or to_first"),
+    _value("value", "the stream's own, or none", "the measure at this site of this layer and position"),
 ), "norms")  # fmt: skip
 
 EFFECTS = Table("effects", (

@@ -213,9 +213,9 @@ def test_check_is_one_of_its_values(call):
 
 def test_a_removal_that_a_replay_gets_wrong_is_refused_by_the_full_check(monkeypatch):
     model = tiny.proven("llama")
-    monkeypatch.setattr("streamlens.stream.replay.Replay.without_blocks", lambda replay, layers: replay._changed(resume=0) + 1)
+    monkeypatch.setattr("streamlens.stream.replay.Replay.changed", lambda replay, *made: replay.each([made])[0] + 1)
     sl.ablate(model, [[5, 6, 7]])
-    with pytest.raises(NumericError, match="removal at layer 1 by replay misses the hooked pass by"):
+    with pytest.raises(NumericError, match="the change at layer 1 by replay misses the hooked pass by"):
         sl.ablate(model, [[5, 6, 7]], check="full")
 
 

@@ -9,9 +9,9 @@ import torch
 
 from streamlens import frames, schema
 from streamlens.frames.columns import repeat
-from streamlens.measure.ablation import Removal, Variant
+from streamlens.measure.ablation import Removal
 from streamlens.measure.attribution import Component, Shares
-from streamlens.measure.growth import Sites
+from streamlens.measure.growth import Column, Measured
 from streamlens.prompts import Readouts, parse
 
 PARTS = [Component("embed"), Component("head", 0, 0, 0), Component("head", 0, 0, 1), Component("mlp", 0, 0)]
@@ -92,7 +92,7 @@ def test_ablation_has_no_row_for_an_absent_input(labels):
         Readouts(ints(0), ints(2), ints(5), ints(6)),
         {"logit_diff": (np.array([2.0]), np.array([[1.0], [-1.0]]))},
     )
-    df = frames.ablation([removal], [Variant(0), Variant(3)], "block", "remove", labels)
+    df = frames.ablation([removal], labels, {"unit": ["block"] * 2, "method": ["remove"] * 2, "layer": [0, 3]})
     schema.validate(df, "ablation")
     rows = [(r.position, r.layer, r.metric, r.target, r.versus, r.clean, r.ablated, r.delta) for r in df.itertuples()]
     assert rows == [
@@ -109,8 +109,9 @@ def test_ablation_has_no_row_for_an_absent_input(labels):
 
 
 def test_norms_are_one_row_a_site_and_measure(labels):
-    late = Sites(ints(1), ints(1), (("embed", 0, -1), ("attn_out", 0, 0)), ("l2", "rms"), np.array([[[1.0, 2.0], [3.0, 4.0]]]))
-    early = Sites(ints(0), ints(2), (("embed", 0, -1), ("attn_out", 0, 0)), ("l2", "rms"), np.array([[[5.0, 6.0], [7.0, 8.0]]]))
+    columns = tuple(Column(site, 0, sub, -1, measure) for site, sub in (("embed", -1), ("attn_out", 0)) for measure in ("l2", "rms"))
+    late = Measured(ints(1), ints(1), columns, np.array([[1.0, 2.0, 3.0, 4.0]]))
+    early = Measured(ints(0), ints(2), columns, np.array([[5.0, 6.0, 7.0, 8.0]]))
     df = frames.norms([late, early], labels)
     schema.validate(df, "norms")
     rows = [(r.prompt, r.position, r.site, r.layer, r.sublayer, r.measure, r.value) for r in df.itertuples()]

@@ -1,20 +1,16 @@
-"""What breaks without a layer: `sl.ablate`."""
+"""What breaks without a part of the model: `sl.ablate`."""
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, chosen_metrics, opened, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, opened
+from streamlens.calls.reading import bar, demand_inputs
+from streamlens.calls.sweep import prepare, run
 from streamlens.checks import CHECKS, demand_finite, demand_replayed
-from streamlens.errors import InputError, choice
-from streamlens.measure import ablation as removal
-from streamlens.measure.metrics import TARGET_METRICS
-from streamlens.measure.places import places_in
+from streamlens.errors import choice
 from streamlens.models.loaded import Model
-from streamlens.prompts import NO_READOUTS, readouts
-from streamlens.prompts import positions as positions_of
 
 
 def ablate(
@@ -24,6 +20,13 @@ def ablate(
     method: str = "remove",
     *,
     layers: object = None,
+    heads: object = None,
+    span: object = 1,
+    at: object = None,
+    reference: object = None,
+    n_samples: int = 1,
+    seed: int = 0,
+    min_count: int = 2,
     target: object = None,
     versus: object = None,
     positions: object = None,
@@ -32,49 +35,41 @@ def ablate(
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
 ) -> pd.DataFrame:
-    """What breaks without this layer? One row a metric, prompt, position and removed layer: `clean`, `ablated`, `delta` = ablated - clean.
+    """What breaks without this part? One row a metric, prompt, position and change: `clean`, `ablated`, `delta` = ablated - clean.
 
-    `unit` "block" hands on a block's input as its output; "attn" and "mlp" set to zero what the sublayer adds (after its
-    branch norm, multiplier and biases); a norm on the stream itself still acts, but for a block. Everything after is recomputed.
-    `layers`: which, all by default.
+    `unit`: "block", "attn", "mlp" or "mixer" (what each adds to the stream, after its branch norm, multiplier and biases; a norm on the
+    stream itself still acts, but for a block), "head" (its z, before the output projection and the branch norm, whose biases stay),
+    "expert" (its routed output). Everything after is recomputed. `layers`, `heads` (indices, or (layer, head) pairs): which, all by
+    default. `span`: so many neighbouring blocks together, a list of such numbers, or "all" for every (start, length).
+
+    `method`: "remove" or "zero"; "mean" over all tokens but the first of the `reference` prompts, "positional_mean" by position (at least
+    `min_count` tokens each), "resample" from `n_samples` others of them, drawn with `seed`; `reference` is prompts or {name: prompts} and
+    has no default. "resample" with reference="paired" takes each prompt's own `corrupted` column of equal length: activation patching,
+    with `recovered` = (ablated - corrupted) / (clean - corrupted). "gradient" is a first-order estimate of zero (or paired) ablation.
+    `at`: the positions where the change is made, as for `positions`, a slice such as slice(1, None), or "each" for one at a time.
+
     `positions`: where metrics are read, "all" by default with `target` "next", "last" where a target is given.
+    `metrics`: loss (-log p of the prompt's own next token, nats), kl (clean || ablated, nats), top1_agree, target_logit and logit_diff
+    (logits) and target_rank (tokens strictly above the target) by default; js (nats), l2 (of probabilities), target_logprob (nats), and
+    functions of (clean logits, ablated logits), `[row, vocab]` each, that give `[row]`.
 
-    `metrics`, all that have their inputs by default: loss (-log p of the prompt's own next token, nats), kl (clean || ablated, nats),
-    top1_agree; target_logit and logit_diff (logits), target_rank (tokens strictly above the target). `check="full"` compares one
-    replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
+    `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a
+    value is not finite.
 
-    Sources: Veit et al. 2016 and Men et al. 2024 (block removal); the README says more on `remove`.
+    Sources: Veit et al. 2016 and Men et al. 2024 (block removal), Wang et al. 2022 (mean ablation), Chan et al. 2022 (resampling), Zhang
+    and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).
     """
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("unit", unit, removal.UNITS)
-    choice("method", method, ("remove",))
     choice("check", check, CHECKS)
-    wanted = chosen_metrics(metrics)
-    parsed = parsed_for(model, prompts)
-    given = target is not None or parsed.targets is not None
-    if positions is None and parsed.positions is None:
-        positions = "last" if given else "all"
-    where = positions_of(parsed, positions)
-    if not given:  # where only last tokens are read, there is no next one
-        target = "top" if all(w.tolist() == [n - 1] for w, n in zip(where, parsed.lengths, strict=True)) else "next"
-    if given or set(wanted) & set(TARGET_METRICS):
-        rows = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
-    else:
-        rows = NO_READOUTS
-    changes = removal.variants(model.anatomy, unit, chosen_layers(model, layers))
-    if not changes:
-        raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has one")
+    sweep = prepare(model, prompts, arguments)
     parts = []
-    for batch in watched(batched(model, parsed, max_tokens), progress, f"remove {unit}"):
-        chosen = rows.take(np.isin(rows.prompt, batch.index))
-        parts.append(removal.remove_batch(model.module, model.anatomy, batch, changes, places_in(batch, where), chosen, wanted))
-        demand_finite(model, f"the stream, whole or without one {unit},", parts[-1].overflowed, check)
-        if check == "full":
-            demand_replayed(model, batch, changes)
-    if all(np.isnan(clean).all() for p in parts for clean, _ in (*p.at_position.values(), *p.at_target.values())):
-        raise InputError(
-            f"metrics={list(wanted)} have no inputs at the positions that are read: loss needs a next token, logit_diff a versus"
-        )
-    df = frames.ablation(parts, changes, unit, method, frames.Labels(model.tokenizer, parsed))
+    with bar(sweep.passes, progress, f"{method} {unit}") as tick:
+        for batch, part, plan in run(sweep, tick):
+            parts.append(part)
+            demand_finite(model, f"the stream, clean or with one {unit} changed,", part.overflowed, check)
+            if check == "full" and method != "gradient":
+                demand_replayed(model, batch, plan)
+    demand_inputs(sweep.reading.wanted, parts)
+    df = frames.ablation(parts, frames.Labels(model.tokenizer, sweep.reading.prompts), sweep.columns)
     return frames.stamp(df, model, arguments)

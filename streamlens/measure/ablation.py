@@ -1,195 +1,219 @@
-"""Layer removal by replay: what breaks when a block, or what attention or MLP adds, is taken away.
+"""Ablation by replay: what breaks when a block, a sublayer, a head or an expert is taken away or replaced.
 
-`remove` sets to zero what a sublayer adds to the stream (after its branch norm, multiplier and biases), or hands on a block's
-input as its output; everything after is recomputed.
+Every variant of a sweep starts from the clean stream at its first changed layer; variants of one layer share passes; the
+unembedding runs at the rows that a metric reads, on the clean side once for many variants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
-from streamlens.measure import metrics as m
-from streamlens.measure.places import at, flat_index, with_top
-from streamlens.models.anatomy import Add, Anatomy
+from streamlens.measure.metrics import Metric
+from streamlens.measure.places import with_top
+from streamlens.measure.readings import Rows, Table, measure
+from streamlens.measure.replacements import Draw, Replacement, Zero
+from streamlens.measure.units import EVERYWHERE, SEVERAL, Site, Variant
+from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
-from streamlens.stream.replay import Replay, hooked_removal, places
+from streamlens.stream.changes import Change
+from streamlens.stream.replay import Replay, hooked
 from streamlens.stream.unembed import Unembed
 
-UNITS = ("block", "attn", "mlp")
+KEPT_ELEMENTS = 2**25
+"""Elements of the unembedding's input that are kept at once, over the variants: 128 MiB in float32."""
 
-KEPT_ELEMENTS = 2**27
-"""Elements of the unembedding's input that are kept at once, over the variants: 512 MiB in float32."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One change: a layer's block, or one of its additions."""
-
-    layer: int
-    sublayer: int = -1
-    add: Add | None = None
+Tick = Callable[[float], object]
+"""Receives forward-pass equivalents of a batch as they are done."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Metrics of one batch under every variant; a value is nan where a metric's inputs are absent."""
+    """Metrics of one batch under every variant."""
 
     prompt: np.ndarray  # [row] rows of the metrics without a target
     position: np.ndarray
-    at_position: dict[str, tuple[Float64[np.ndarray, " row"], Float64[np.ndarray, "variant row"]]]  # metric: clean, changed
+    at_position: dict[str, tuple[np.ndarray, np.ndarray]]  # metric: clean [row], changed [variant, row]; nan where it has no inputs
     readouts: Readouts  # [target] rows of the metrics with a target
-    at_target: dict[str, tuple[Float64[np.ndarray, " target"], Float64[np.ndarray, "variant target"]]]
+    at_target: dict[str, tuple[np.ndarray, np.ndarray]]  # metric: clean [target], changed [variant, target]
     overflowed: int = 0  # rows, clean and changed, whose stream is not finite: their metrics mean nothing
+    corrupted: Table | None = None  # the same of the paired prompts' own run, as a single variant
+    made_at: dict[int, int] | None = None  # by prompt, where a change is made: a position, or SEVERAL
 
 
-def variants(anatomy: Anatomy, unit: str, layers: Sequence[int]) -> tuple[Variant, ...]:
-    """The changes that `unit` asks for at `layers`. A layer without such a sublayer has none, nor one whose norm covers other kinds too."""
-    if unit == "block":
-        return tuple(Variant(layer) for layer in layers)
-    adds = ((layer, add) for layer in layers for add in anatomy.layers[layer].adds)
-    return tuple(Variant(layer, add.writes[0].sublayer, add) for layer, add in adds if {w.kind for w in add.writes} == {unit})
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep does to every batch."""
+
+    changes: tuple[Variant, ...]
+    wanted: tuple[Metric, ...]
+    replacement: Replacement = field(default_factory=Zero)
+    at: tuple[np.ndarray, ...] | None = None  # [prompt] the positions of the change; None everywhere
+    max_tokens: int = 1
+    n_layers: int = 1
+
+    def cost(self, change: Variant) -> float:
+        """Forward passes that one variant takes."""
+        whole = all(site.part is None and site.expert < 0 for site in change.sites) and len(change.sites) == change.span
+        gone = change.span if whole and self.at is None and change.at == EVERYWHERE and change.sublayer < 0 else 0
+        return (self.n_layers - change.layer - gone) / self.n_layers
 
 
-def remove_batch(
+class Store:
+    """Where finished numbers of a batch are kept between runs; this one keeps nothing."""
+
+    def read(self, name: str, empty: Table, readouts: Readouts) -> tuple[Table, Readouts, int] | None:
+        return None
+
+    def write(self, name: str, table: Table, readouts: Readouts, overflowed: int) -> None:
+        pass
+
+
+def sweep_batch(
     module: nn.Module,
     anatomy: Anatomy,
     batch: TokenBatch,
-    changes: Sequence[Variant],
+    plan: Plan,
     places: tuple[np.ndarray, np.ndarray],
     readouts: Readouts,
-    wanted: tuple[str, ...],
+    tick: Tick = lambda passes: None,
 ) -> Removal:
-    """Metrics at `places` (prompt, position) and `readouts`, whose prompts are all in `batch`, under each change."""
+    """Metrics at `places` (prompt, position) and `readouts`, whose prompts are all in `batch`, under each change of the plan."""
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+    changes, keys = plan.changes, tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))
     with Replay(module, anatomy) as replay:
-        clean = replay.record(batch.ids, batch.mask)
+        clean = replay.record(batch.ids, batch.mask, attention=any(site.part for c in changes for site in c.sites))
+        tick(1.0)
         readouts = with_top(readouts, batch, clean, unembed)
-        rows = _Rows(batch, places, readouts)
-        table = _Table(len(changes), rows, wanted)
+        rows = Rows(batch, places, readouts)
+        table = Table.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(clean)
-        overflowed = _overflowed([clean_rows])
-        for start, hidden in _replayed(replay, changes, rows):
-            overflowed += _overflowed(hidden)
-            _measure(unembed, rows, clean_rows, hidden, start, table, wanted)
-    return Removal(*places, table.at_position, readouts, table.at_target, overflowed)
+        overflowed, corrupted = _overflowed([clean_rows]), None
+        for draw in plan.replacement.draws(batch, keys):
+            if draw.hidden is not None:
+                tick(1.0)
+                corrupted = _corrupted(unembed, rows, clean_rows, draw, plan)
+            for numbers, hidden in _replayed(replay, batch, plan, draw, rows, tick):
+                overflowed += _overflowed(hidden)
+                measure(unembed, rows, clean_rows, hidden, table.of(numbers.start, numbers.stop), plan.wanted)
+    return Removal(*places, table.at_position, readouts, table.at_target, overflowed, corrupted, _made_at(batch, plan.at))
 
 
-def _overflowed(hidden: list[Tensor]) -> int:
+def _corrupted(unembed: Unembed, rows: Rows, clean: Tensor, draw: Draw, plan: Plan) -> Table:
+    table = Table.empty(1, len(rows.place), len(rows.target), plan.wanted)
+    measure(unembed, rows, clean, [rows.of(draw.hidden)], table, plan.wanted)
+    return table
+
+
+def _replayed(replay: Replay, batch: TokenBatch, plan: Plan, draw: Draw, rows: Rows, tick: Tick) -> Iterator[tuple[range, list[Tensor]]]:
+    """Runs of variants with their unembedding inputs at the rows that are read, as many as may be kept at once."""
+    group: list[Tensor] = []
+    start = 0
+    for numbers in _passes(plan, draw.sample, batch.ids.numel() if replay.enlarges else plan.max_tokens):
+        if group and (start + len(group) != numbers.start or (len(group) + len(numbers)) * group[0].numel() > KEPT_ELEMENTS):
+            yield range(start, start + len(group)), group
+            group = []
+        start = start if group else numbers.start
+        variants = [plan.changes[i] for i in numbers]
+        hidden = replay.each([made(v, batch, plan, draw) for v in variants])
+        group += [rows.of(h) for h in hidden]
+        tick(sum(map(plan.cost, variants)))
+    if group:
+        yield range(start, start + len(group)), group
+
+
+def _passes(plan: Plan, sample: int, tokens: int) -> Iterator[range]:
+    """Neighbouring variants of one layer and sample that share a pass of at most `max_tokens`."""
+    n = max(1, plan.max_tokens // tokens)
+    for (_, drawn), members in groupby(range(len(plan.changes)), key=lambda i: (plan.changes[i].layer, plan.changes[i].sample)):
+        if drawn == sample:
+            numbers = list(members)
+            yield from (range(at, min(at + n, numbers[-1] + 1)) for at in range(numbers[0], numbers[-1] + 1, n))
+
+
+def made(variant: Variant, batch: TokenBatch, plan: Plan, draw: Draw) -> tuple[Change, ...]:
+    """The changes of one variant in one batch."""
+    at = positions_mask(batch, plan.at) if variant.at == EVERYWHERE else _one(batch, variant.at)
+    return tuple(_change(site, draw, at) for site in variant.sites)
+
+
+def _change(site: Site, draw: Draw, at: Tensor | None) -> Change:
+    return site.change(draw.values.get(site.key), at)
+
+
+def positions_mask(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> Tensor | None:
+    """True at the positions of each prompt of the batch; None everywhere."""
+    if at is None:
+        return None
+    mask = torch.zeros_like(batch.mask)
+    for row, prompt in enumerate(batch.index):
+        mask[row, torch.from_numpy(at[prompt])] = True
+    return mask
+
+
+def _one(batch: TokenBatch, position: int) -> Tensor:
+    return torch.arange(batch.ids.shape[1]).expand_as(batch.ids) == position
+
+
+def _made_at(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> dict[int, int] | None:
+    if at is None:
+        return None
+    return {int(prompt): int(at[prompt][0]) if len(at[prompt]) == 1 else SEVERAL for prompt in batch.index}
+
+
+def _overflowed(hidden: Sequence[Tensor]) -> int:
     return sum(int((~torch.isfinite(h)).any(-1).sum()) for h in hidden)
+
+
+# -- the slow, obvious way ---------------------------------------------------------------------------------------------
+def sweep_by_hooks(
+    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, plan: Plan, places: tuple[np.ndarray, np.ndarray], readouts: Readouts
+) -> Removal:
+    """:func:`sweep_batch` by a full forward pass a variant, hooks on what it computes: the reference of tests and benchmarks.
+
+    The metrics are by the same code.
+    """
+    unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+    rows = Rows(batch, places, readouts)
+    table = Table.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
+    with torch.no_grad(), hooked(module, anatomy) as run:
+        clean = rows.of(run.hidden(batch.ids, batch.mask))
+    hidden: list[Tensor] = [clean] * len(plan.changes)
+    for draw in plan.replacement.draws(batch, tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))):
+        for number, variant in enumerate(plan.changes):
+            if variant.sample == draw.sample:
+                with torch.no_grad(), hooked(module, anatomy, made(variant, batch, plan, draw)) as run:
+                    hidden[number] = rows.of(run.hidden(batch.ids, batch.mask))
+    measure(unembed, rows, clean, hidden, table, plan.wanted)
+    return Removal(*places, table.at_position, readouts, table.at_target)
 
 
 def remove_by_hooks(
     module: nn.Module, anatomy: Anatomy, batch: TokenBatch, places: tuple[np.ndarray, np.ndarray], wanted: tuple[str, ...]
 ) -> Removal:
-    """The slow, obvious way to :func:`remove_batch`'s blocks: a full forward pass a block, whose output a hook replaces by its input.
-
-    The reference of tests and benchmark; the metrics are by the same code.
-    """
-    unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    rows = _Rows(batch, places, NO_READOUTS)
-    table = _Table(anatomy.n_layers, rows, wanted)
-    with torch.no_grad(), hooked_removal(module, anatomy) as run:
-        clean = rows.of(run.hidden(batch.ids, batch.mask))
-    hidden = []
-    for layer in range(anatomy.n_layers):
-        with torch.no_grad(), hooked_removal(module, anatomy, removed={layer}) as run:
-            hidden.append(rows.of(run.hidden(batch.ids, batch.mask)))
-    _measure(unembed, rows, clean, hidden, 0, table, wanted)
-    return Removal(*places, table.at_position, rows.readouts, table.at_target)
+    """Every block in turn, by :func:`sweep_by_hooks`."""
+    changes = tuple(Variant(i, sites=(Site(i, layer.path),)) for i, layer in enumerate(anatomy.layers))
+    return sweep_by_hooks(module, anatomy, batch, Plan(changes, wanted), places, NO_READOUTS)
 
 
-def replay_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, change: Variant) -> float:
-    """How far a removal by replay is from a plainly hooked forward pass, over the largest value at the unembedding's input."""
-    zeroed = {(change.layer, path) for path in places(change.add)} if change.add else set()
-    with torch.no_grad(), hooked_removal(module, anatomy, removed=set() if change.add else {change.layer}, zeroed=zeroed) as run:
+def replay_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, plan: Plan, number: int) -> float:
+    """How far one variant by replay is from a plainly hooked forward pass, over the largest value at the unembedding's input."""
+    variant = plan.changes[number]
+    draw = next(d for d in plan.replacement.draws(batch, variant.keys) if d.sample == variant.sample)
+    changes = made(variant, batch, plan, draw)
+    with torch.no_grad(), hooked(module, anatomy, changes) as run:
         truth = run.hidden(batch.ids, batch.mask)[batch.mask]
     with Replay(module, anatomy) as replay:
-        replay.record(batch.ids, batch.mask)
-        hidden = _changed(replay, change)[batch.mask]
+        replay.record(batch.ids, batch.mask, attention=True)
+        hidden = replay.changed(*changes)[batch.mask]
     return float((hidden - truth).abs().max() / truth.abs().max())
 
 
-class _Rows:
-    """The (prompt, position)s at which anything is read, each once, ordered by place in the batch."""
-
-    def __init__(self, batch: TokenBatch, places: tuple[np.ndarray, np.ndarray], readouts: Readouts):
-        at_place, at_target = flat_index(batch, *places), flat_index(batch, readouts.prompt, readouts.position)
-        self.flat = np.unique(np.concatenate([at_place, at_target]))
-        self.place = np.searchsorted(self.flat, at_place)  # index into flat of each place
-        self.target = np.searchsorted(self.flat, at_target)
-        self.readouts = readouts
-        following = torch.full(batch.ids.shape, -1)
-        following[:, :-1] = torch.where(batch.mask[:, 1:], batch.ids[:, 1:], -1)
-        self.following = following.reshape(-1)[torch.from_numpy(self.flat)]
-
-    def of(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "row d_model"]:
-        return at(hidden, self.flat)
-
-
-class _Table:
-    def __init__(self, n_changes: int, rows: _Rows, wanted: tuple[str, ...]):
-        def empty(n: int) -> tuple[np.ndarray, np.ndarray]:
-            return np.full(n, np.nan), np.full((n_changes, n), np.nan)
-
-        self.at_position = {name: empty(len(rows.place)) for name in m.POSITION_METRICS if name in wanted}
-        self.at_target = {name: empty(len(rows.target)) for name in m.TARGET_METRICS if name in wanted}
-
-
-def _changed(replay: Replay, change: Variant) -> Float[Tensor, "batch pos d_model"]:
-    return replay.without_blocks({change.layer}) if change.add is None else replay.without_write(change.layer, change.add)
-
-
-def _replayed(replay: Replay, changes: Sequence[Variant], rows: _Rows) -> Iterator[tuple[int, list[Tensor]]]:
-    """Groups of changed unembedding inputs, at the rows that are read, as many as may be kept at once."""
-    group: list[Tensor] = []
-    start = 0
-    for number, change in enumerate(changes):
-        group.append(rows.of(_changed(replay, change)))
-        if (len(group) + 1) * group[0].numel() > KEPT_ELEMENTS:
-            yield start, group
-            start, group = number + 1, []
-    if group:
-        yield start, group
-
-
-@torch.no_grad()
-def _measure(
-    unembed: Unembed, rows: _Rows, clean: Tensor, hidden: list[Tensor], start: int, table: _Table, wanted: tuple[str, ...]
-) -> None:
-    """Chunk by chunk of rows, so that the clean logits are made once and no more than a chunk of them is held."""
-    for chunk in unembed.chunks(len(clean)):
-        base = m.Clean(unembed.logits(clean[chunk]))
-        view = _Chunk(rows, chunk, clean.device)
-        view.put(table.at_position, view.place, m.clean_position_metrics(base, view.following, wanted))
-        view.put(table.at_target, view.target, m.target_metrics(base.logits, *view.targets, wanted))
-        for number, changed in enumerate(hidden, start):
-            logits = unembed.logits(changed[chunk])
-            view.put(table.at_position, view.place, m.position_metrics(base, logits, view.following, wanted), number)
-            view.put(table.at_target, view.target, m.target_metrics(logits, *view.targets, wanted), number)
-
-
-class _Chunk:
-    """The table's rows whose place is within a slice of the rows that are read."""
-
-    def __init__(self, rows: _Rows, chunk: slice, device: torch.device):
-        def inside(index: np.ndarray) -> tuple[np.ndarray, Tensor]:
-            table_rows = np.flatnonzero((index >= chunk.start) & (index < chunk.stop))
-            return table_rows, torch.from_numpy(index[table_rows] - chunk.start).to(device)
-
-        self.following = rows.following[chunk].to(device)
-        self.place, self.target = inside(rows.place), inside(rows.target)
-        target, versus = (torch.from_numpy(v[self.target[0]]).to(device) for v in (rows.readouts.target, rows.readouts.versus))
-        self.targets = (self.target[1], target, versus)
-
-    def put(self, store: dict, where: tuple[np.ndarray, Tensor], values: dict[str, Tensor], number: int | None = None) -> None:
-        """Values a row of the chunk (or, with a target, a row of the table already) into the table."""
-        table_rows, index = where
-        for name, value in values.items():
-            column = store[name][0] if number is None else store[name][1][number]
-            column[table_rows] = (value if name in m.TARGET_METRICS else value[index]).double().cpu().numpy()
+def sampled(changes: Sequence[Variant], n_samples: int) -> tuple[Variant, ...]:
+    """Every change once a sample, the samples one after the other."""
+    return tuple(replace(v, sample=s) for s in range(n_samples) for v in changes)

@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import log
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from streamlens.errors import InputError
 from streamlens.prompts import MEAN, NONE
 
-POSITION_METRICS = ("loss", "kl", "top1_agree")
-TARGET_METRICS = ("target_logit", "logit_diff", "target_rank")
+POSITION_METRICS = ("loss", "kl", "js", "top1_agree", "l2")
+TARGET_METRICS = ("target_logit", "target_logprob", "logit_diff", "target_rank")
 METRICS = POSITION_METRICS + TARGET_METRICS
+DEFAULT = ("loss", "kl", "top1_agree", "target_logit", "logit_diff", "target_rank")
+
+Metric = str | Callable[[Tensor, Tensor], Tensor]
+"""A name of :data:`METRICS`, or a function of (clean logits, changed logits), `[row, vocab]` each, that gives `[row]`."""
 
 
 @dataclass(frozen=True)
-class Clean:
-    """The untouched model's logits at some rows, with what is the same for every change."""
+class Logits:
+    """One run's logits at some rows, with what several metrics share."""
 
     logits: Float[Tensor, "row vocab"]
 
@@ -38,6 +44,19 @@ class Clean:
     @cached_property
     def top(self) -> Int[Tensor, " row"]:
         return self.logits.argmax(-1)
+
+
+Clean = Logits
+"""The untouched model's logits, which are the same for every change."""
+
+
+def name_of(metric: Metric) -> str:
+    return metric if isinstance(metric, str) else metric.__name__
+
+
+def of_positions(wanted: tuple[Metric, ...]) -> tuple[Metric, ...]:
+    """The metrics among these that need no target."""
+    return tuple(m for m in wanted if not isinstance(m, str) or m in POSITION_METRICS)
 
 
 def loss(
@@ -55,30 +74,41 @@ def kl(clean: Clean, logits: Float[Tensor, "row vocab"], log_normalizer: Float[T
     return shift + (log_normalizer - clean.log_normalizer)
 
 
+def js(clean: Clean, changed: Logits) -> Float[Tensor, " row"]:
+    """The Jensen-Shannon divergence: the mean of KL(clean || m) and KL(changed || m), m their mean; at most log 2."""
+    p, q = clean.probabilities, changed.probabilities
+    gap = (changed.logits - changed.log_normalizer[:, None]) - (clean.logits - clean.log_normalizer[:, None])
+    # log(p / m) = log 2 - log(1 + q / p), subtracted token by token: in the sums it would leave noise where p and q are near.
+    above, below = (log(2.0) - torch.nn.functional.softplus(side) for side in (gap, -gap))
+    return 0.5 * (torch.linalg.vecdot(p, above) + torch.linalg.vecdot(q, below)).clamp_min(0)
+
+
 def target_rank(logits: Float[Tensor, "row vocab"], target: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
     """How many tokens have a strictly greater logit than the target: 0 is best."""
     return (logits > logits.gather(-1, target[:, None])).sum(-1).to(logits.dtype)
 
 
-def position_metrics(clean: Clean, logits: Tensor, following: Tensor, wanted: tuple[str, ...]) -> dict[str, Float[Tensor, " row"]]:
-    """The metrics that need no target, of one changed run."""
-    normalizer = logits.logsumexp(-1) if {"loss", "kl"} & set(wanted) else None
+def position_metrics(clean: Clean, logits: Tensor, following: Tensor, wanted: tuple[Metric, ...]) -> dict[str, Float[Tensor, " row"]]:
+    """The metrics that need no target, of one changed run. Raises InputError for a function that does not give one value a row."""
+    changed = Logits(logits)
     makers: dict[str, Callable[[], Tensor]] = {
-        "loss": lambda: loss(logits, normalizer, following),
-        "kl": lambda: kl(clean, logits, normalizer),
-        "top1_agree": lambda: (logits.argmax(-1) == clean.top).to(logits.dtype),
+        "loss": lambda: loss(logits, changed.log_normalizer, following),
+        "kl": lambda: kl(clean, logits, changed.log_normalizer),
+        "js": lambda: js(clean, changed),
+        "top1_agree": lambda: (changed.top == clean.top).to(logits.dtype),
+        "l2": lambda: torch.linalg.vector_norm(clean.probabilities - changed.probabilities, dim=-1),
     }
-    return {name: makers[name]() for name in wanted if name in makers}
+    return {name_of(m): makers[m]() if isinstance(m, str) else _own(m, clean.logits, logits) for m in of_positions(wanted)}
 
 
-def clean_position_metrics(clean: Clean, following: Tensor, wanted: tuple[str, ...]) -> dict[str, Float[Tensor, " row"]]:
-    """The same of the clean run itself: kl 0 and top1_agree 1 by definition."""
-    makers: dict[str, Callable[[], Tensor]] = {
+def clean_position_metrics(clean: Clean, following: Tensor, wanted: tuple[Metric, ...]) -> dict[str, Float[Tensor, " row"]]:
+    """The same of the clean run itself: kl, js and l2 are 0 and top1_agree 1 by definition."""
+    zeros = torch.zeros_like(clean.log_normalizer)
+    makers: dict[str, Callable[[], Tensor]] = dict.fromkeys(("kl", "js", "l2"), lambda: zeros) | {
         "loss": lambda: loss(clean.logits, clean.log_normalizer, following),
-        "kl": lambda: torch.zeros_like(clean.log_normalizer),
-        "top1_agree": lambda: torch.ones_like(clean.log_normalizer),
+        "top1_agree": lambda: torch.ones_like(zeros),
     }
-    return {name: makers[name]() for name in wanted if name in makers}
+    return {name_of(m): makers[m]() if isinstance(m, str) else _own(m, clean.logits, clean.logits) for m in of_positions(wanted)}
 
 
 def target_metrics(
@@ -86,7 +116,7 @@ def target_metrics(
     rows: Int[Tensor, " target"],
     target: Int[Tensor, " target"],
     versus: Int[Tensor, " target"],
-    wanted: tuple[str, ...],
+    wanted: tuple[Metric, ...],
 ) -> dict[str, Float[Tensor, " target"]]:
     """The metrics of targets read at `rows`, of one run; logit_diff is nan where there is no versus (-1), against the mean logit at -2."""
 
@@ -98,7 +128,17 @@ def target_metrics(
 
     makers: dict[str, Callable[[], Tensor]] = {
         "target_logit": lambda: logits[rows, target],
+        "target_logprob": lambda: logits[rows, target] - logits.logsumexp(-1)[rows],
         "logit_diff": difference,
         "target_rank": lambda: target_rank(logits[rows], target),
     }
-    return {name: makers[name]() for name in wanted if name in makers}
+    return {m: makers[m]() for m in wanted if m in makers}
+
+
+def _own(metric: Callable[[Tensor, Tensor], Tensor], clean: Tensor, logits: Tensor) -> Tensor:
+    """A user's own metric, checked: a mean over the rows would be taken for every row's value."""
+    value = metric(clean, logits)
+    if not isinstance(value, Tensor) or value.shape != clean.shape[:1]:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"metrics: {name_of(metric)} must give a tensor of one value a row, {list(clean.shape[:1])}; got {got}")
+    return value.to(logits.dtype)

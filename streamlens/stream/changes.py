@@ -16,6 +16,7 @@ class Change:
 
     Without `part`, the output of the module at `path` is replaced by `value`; of a block (its own path), by its input plus
     `value`: None removes it. With `part`, these coordinates of the module's *input* are replaced: a head's slice of z.
+    With `expert`, the module holds experts, and the routing weights of this one are zero.
     """
 
     layer: int
@@ -23,6 +24,7 @@ class Change:
     part: slice | None = None
     value: Tensor | None = None  # broadcasts to `[batch, pos, width of what is replaced]`
     at: Tensor | None = None
+    expert: int = -1
 
 
 def block(anatomy: Anatomy, layer: int, value: Tensor | None = None, at: Tensor | None = None) -> Change:

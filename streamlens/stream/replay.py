@@ -7,7 +7,7 @@ Where blocks also make keys and values for later ones (`Anatomy.bypass` false), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from streamlens.models.anatomy import Add, Anatomy, Write
 from streamlens.stream import changes
 from streamlens.stream.changes import Change, places, put
+from streamlens.stream.experts import experts_of, without_experts
 from streamlens.stream.run import Planted, Run, first, with_first
 
 See = Callable[[int, Write, Tensor], None]
@@ -73,6 +74,8 @@ class Replay(Planted):
         leaves = {(layer, w.leaf): w for layer, w in anatomy.writes()}
         for path in dict.fromkeys(w.leaf for w in leaves.values() if w.n_heads):
             run.on_input(path, lambda layer, named, path=path: self._input(leaves.get((layer, path)), layer, path, named))
+        for path, _ in dict.fromkeys(experts_of(self.module, anatomy).values()):
+            run.on_input(path, lambda layer, named, path=path: self._experts(layer, path, named))
         for path in dict.fromkeys(w.leaf for w in leaves.values() if not w.n_heads and self.see):
             run.on_output(path, lambda layer, out, _, path=path: self._seen(leaves.get((layer, path)), layer, out))
 
@@ -178,7 +181,7 @@ class Replay(Planted):
         return not any(c.layer == layer and c.path in before for variant in self._variants for c in variant)
 
     def _output(self, layer: int, path: str, out: Tensor) -> Tensor | None:
-        made = [(number, c) for number, c in self._made(layer, path) if c.part is None]
+        made = [(number, c) for number, c in self._made(layer, path) if c.part is None and c.expert < 0]
         return self._put(out, made) if made else None
 
     def _input(self, write: Write | None, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
@@ -191,6 +194,10 @@ class Replay(Planted):
         z = self._put(named[name], made) if made else named[name]
         self._seen(write, layer, z)
         return named | {name: z} if made else None
+
+    def _experts(self, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
+        gone = [(number, c.at, c.expert) for number, c in self._made(layer, path) if c.expert >= 0]
+        return without_experts(named, gone, len(self._variants)) if gone else None
 
     def _seen(self, write: Write | None, layer: int, value: Tensor) -> None:
         if write is not None and self.see is not None:
@@ -234,13 +241,42 @@ def _without_tensors(output: Any) -> Any:
 
 
 @contextmanager
-def hooked_removal(module: nn.Module, anatomy: Anatomy, removed: set[int] = frozenset(), zeroed: set[tuple[int, str]] = frozenset()):
-    """The slow, obvious removal: every block is computed, and hooks put its input or zeros in its output's place. For proofs."""
+def hooked(module: nn.Module, anatomy: Anatomy, made: Sequence[Change] = ()) -> Iterator[Run]:
+    """The slow, obvious way: every block is computed, and hooks change what it gives. For proofs."""
     with Run.of(module, anatomy) as run:
-        inputs: dict[int, Tensor] = {}
+        entered: dict[int, Tensor] = {}
         for path in anatomy.block_paths:
-            run.on_input(path, lambda layer, named: inputs.__setitem__(layer, stream_of((), named).clone()))
-            run.on_output(path, lambda layer, out, _: inputs[layer] if layer in removed else None)
-        for path in {path for _, path in zeroed}:
-            run.on_output(path, lambda layer, out, _, path=path: torch.zeros_like(out) if (layer, path) in zeroed else None)
+            run.on_input(path, lambda layer, named: entered.__setitem__(layer, stream_of((), named).clone()))
+        for change in made:
+            if change.expert >= 0:
+                gone = [(0, change.at, change.expert)]
+                run.on_input(change.path, lambda layer, named, c=change, gone=gone: _if(c, layer, lambda: without_experts(named, gone, 1)))
+            elif change.part is not None:
+                run.on_input(change.path, lambda layer, named, c=change: _if(c, layer, lambda: _input_changed(run, named, c)))
+            else:
+                base = entered if change.path == anatomy.layers[change.layer].path else {}
+                run.on_output(
+                    change.path,
+                    lambda layer, out, _, c=change, base=base: _if(c, layer, lambda: _changed(run, out, c, base.get(layer))),
+                )
         yield run
+
+
+def _if(change: Change, layer: int, make: Callable[[], Any]) -> Any:
+    return make() if layer == change.layer else None
+
+
+def _input_changed(run: Run, named: dict[str, Any], change: Change) -> dict[str, Any]:
+    name = next(n for n, v in named.items() if isinstance(v, Tensor))
+    return named | {name: _changed(run, named[name], change)}
+
+
+def _changed(run: Run, old: Tensor, change: Change, base: Tensor | None = None) -> Tensor:
+    new = old.clone(memory_format=torch.contiguous_format)
+    put(new.view(*run.shape, -1), change, base=base)
+    return new
+
+
+def hooked_removal(module: nn.Module, anatomy: Anatomy, removed: set[int] = frozenset(), zeroed: set[tuple[int, str]] = frozenset()):
+    """:func:`hooked` with these blocks removed and the outputs of these modules at zero."""
+    return hooked(module, anatomy, [changes.block(anatomy, layer) for layer in removed] + [Change(*place) for place in zeroed])

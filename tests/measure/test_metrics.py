@@ -5,7 +5,8 @@ from math import exp, log
 import pytest
 import torch
 
-from streamlens.measure.metrics import METRICS, Clean, clean_position_metrics, kl, loss, position_metrics, target_metrics, target_rank
+from streamlens.errors import InputError
+from streamlens.measure.metrics import METRICS, Clean, clean_position_metrics, js, kl, loss, position_metrics, target_metrics, target_rank
 
 CLEAN = torch.tensor([[log(2.0), log(1.0), log(1.0)], [0.0, 1.0, 2.0]], dtype=torch.float64)  # row 0: probabilities 1/2, 1/4, 1/4
 CHANGED = torch.tensor([[log(1.0), log(1.0), log(2.0)], [3.0, 1.0, 2.0]], dtype=torch.float64)  # row 0: 1/4, 1/4, 1/2
@@ -43,15 +44,43 @@ def test_rank_counts_strictly_greater_logits():
     assert target_rank(logits, torch.tensor([0, 1, 2])).tolist() == [2, 0, 0]
 
 
+def test_js_by_hand_and_for_nearly_equal_distributions():
+    value, p, q = js(Clean(CLEAN), Clean(CHANGED)), (0.5, 0.25, 0.25), (0.25, 0.25, 0.5)
+    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+    halves = [sum(a * log(a / m) for a, m in zip(side, middle, strict=True)) for side in (p, q)]
+    assert value[0].item() == pytest.approx(sum(halves) / 2)
+    near = torch.tensor([[20.0, 10.0, 0.0]]), torch.tensor([[20.0, 10.01, 0.0]])
+    wide = js(*(Clean(x.double()) for x in near)).item()
+    assert js(*map(Clean, near)).item() == pytest.approx(wide, abs=1e-9)
+    far = torch.tensor([[200.0, 0.0]]), torch.tensor([[0.0, 200.0]])
+    assert js(*map(Clean, far)).item() == pytest.approx(log(2))
+
+
 def test_all_position_metrics_of_a_changed_run():
     found = position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), METRICS)
-    assert set(found) == {"loss", "kl", "top1_agree"}
+    assert set(found) == {"loss", "kl", "js", "top1_agree", "l2"}
     assert found["loss"][0].item() == pytest.approx(log(4))
     assert found["top1_agree"].tolist() == [0, 0]
+    assert found["l2"][0].item() == pytest.approx((2 * 0.25**2) ** 0.5)
     clean = clean_position_metrics(Clean(CLEAN), torch.tensor([0, 1]), METRICS)
     assert clean["loss"][0].item() == pytest.approx(log(2))
-    assert clean["kl"].tolist() == [0, 0]
+    assert [clean[name].tolist() for name in ("kl", "js", "l2")] == [[0, 0]] * 3
     assert clean["top1_agree"].tolist() == [1, 1]
+
+
+def test_a_metric_of_ones_own_gets_both_runs_and_gives_one_value_a_row():
+    def margin(clean, changed):
+        return changed.max(-1).values - clean.max(-1).values
+
+    found = position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), (margin,))
+    assert found["margin"].tolist() == pytest.approx([0.0, 1.0])
+    assert clean_position_metrics(Clean(CLEAN), torch.tensor([0, 1]), (margin,))["margin"].tolist() == [0, 0]
+
+    def mean(clean, changed):
+        return changed.mean()
+
+    with pytest.raises(InputError, match=r"mean must give a tensor of one value a row, \[2\]; got \[\]"):
+        position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), (mean,))
 
 
 def test_only_what_is_wanted_is_made():
@@ -65,6 +94,7 @@ def test_target_metrics_read_their_own_rows():
     found = target_metrics(CHANGED, rows, target, versus, METRICS)
     assert found["target_logit"].tolist() == [2.0, 3.0, 0.0, 3.0]
     assert found["target_rank"].tolist() == [1, 0, 1, 0]
+    assert found["target_logprob"][2].item() == pytest.approx(-log(4))
     assert found["logit_diff"][0].item() == -1.0
     assert found["logit_diff"][1].isnan()
     assert found["logit_diff"][2].item() == pytest.approx(-log(2))

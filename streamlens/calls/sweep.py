@@ -1,0 +1,153 @@
+"""A sweep, read from a call's arguments and run batch by batch: what `ablate` does and `plan` foretells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from streamlens.arguments import chosen_layers, parsed_for
+from streamlens.calls.reading import Reading, reading
+from streamlens.calls.replacing import METHODS, Reference, reference_of, replacement, whole_number
+from streamlens.errors import InputError, choice
+from streamlens.measure import units
+from streamlens.measure.ablation import Plan, Removal, Tick, sampled, sweep_batch
+from streamlens.measure.units import Variant
+from streamlens.models.loaded import Model
+from streamlens.prompts import NONE, Prompts, TokenBatch
+from streamlens.prompts import positions as positions_of
+from streamlens.prompts.plain import is_index, plain
+from streamlens.stream.experts import experts_of
+
+EACH = "each"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that has been read and checked, and not yet run."""
+
+    model: Model
+    reading: Reading
+    method: str
+    reference: Reference
+    plan: Plan  # its replacement still to be made
+    columns: dict[str, Sequence]  # key columns of the table, one entry a variant
+    arguments: Mapping[str, object]
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over all prompts: the clean one, the changed ones and those of the reference."""
+        if self.method == "gradient":
+            return 2.0 + self.reference.paired
+        donors = len({c.sample for c in self.plan.changes}) if self.method == "resample" else 0
+        return 1.0 + sum(map(self.plan.cost, self.plan.changes)) + donors + (self.method in ("mean", "positional_mean"))
+
+
+def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep:
+    """Read and check the arguments of :func:`streamlens.ablate`. Nothing runs."""
+    unit, method = given["unit"], given["method"]
+    choice("unit", unit, units.UNITS)
+    choice("method", method, METHODS)
+    n_samples, seed = whole_number("n_samples", given["n_samples"], 1), whole_number("seed", given["seed"], 0)
+    whole_number("min_count", given["min_count"], 1)
+    if unit == "expert" and method not in ("remove", "zero"):
+        raise InputError(f"method must be 'remove' or 'zero' for experts, which have no value where they are not chosen; got {method!r}")
+    parsed = parsed_for(model, prompts)
+    read = reading(model, parsed, *(given[k] for k in ("target", "versus", "positions", "metrics", "max_tokens")))
+    reference = reference_of(model, parsed, method, given["reference"])
+    changes = _changes(model, unit, given)
+    drawn = method == "resample" and not reference.paired
+    changes = sampled(changes, n_samples) if drawn else changes
+    each = isinstance(given["at"], str) and given["at"] == EACH
+    at = None if each or given["at"] is None else _positions(parsed, given["at"])
+    if each:
+        changes = units.at_each(changes, int(parsed.lengths.max()))
+    plan = Plan(changes, read.wanted, at=at, max_tokens=given["max_tokens"], n_layers=model.n_layers)
+    columns = _columns(changes, unit, method, reference, seed if drawn else None, given["at"] is not None)
+    return Sweep(model, read, method, reference, plan, columns, given)
+
+
+def run(sweep: Sweep, tick: Tick) -> Iterator[tuple[TokenBatch, Removal, Plan]]:
+    """Run a sweep, batch by batch, each with the plan whose replacement is made; `tick` counts forward passes over all prompts."""
+    model, read, given = sweep.model, sweep.reading, sweep.arguments
+    keys = tuple(dict.fromkeys(key for c in sweep.plan.changes for key in c.keys))
+    options = {name: given[name] for name in ("n_samples", "seed", "min_count", "max_tokens")}
+    source = replacement(model, read.prompts, sweep.method, sweep.reference, keys, at=sweep.plan.at, tick=tick, **options)
+    plan, n_tokens = replace(sweep.plan, replacement=source), sum(b.ids.numel() for b in read.batches)
+    for batch in read.batches:
+        share = batch.ids.numel() / n_tokens
+        yield batch, sweep_batch(model.module, model.anatomy, batch, plan, *read.of(batch), lambda n, share=share: tick(n * share)), plan
+
+
+def _changes(model: Model, unit: str, given: Mapping[str, object]) -> tuple[Variant, ...]:
+    layers = chosen_layers(model, given["layers"])
+    spans = _spans(given["span"], unit, model.n_layers)
+    heads = _heads(model, given["heads"], unit)
+    experts = experts_of(model.module, model.anatomy) if unit == "expert" else None
+    changes = units.variants(model.anatomy, unit, layers, spans, heads, experts)
+    if not changes:
+        what = "such a span" if unit == "block" else "one"
+        raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has {what}")
+    return changes
+
+
+def _spans(span: object, unit: str, n_layers: int) -> tuple[int, ...]:
+    """Lengths of spans, ascending."""
+    if isinstance(span, str) and span == "all":
+        lengths: list = list(range(1, n_layers + 1))
+    else:
+        lengths = plain(span)
+        lengths = lengths if isinstance(lengths, list) else [lengths]
+    if not lengths or not all(is_index(n) and 1 <= n <= n_layers for n in lengths):
+        raise InputError(f"span must be a number of blocks from 1 to {n_layers}, a list of them, or 'all'; got {span!r}")
+    if unit != "block" and set(lengths) != {1}:
+        raise InputError(f"span counts blocks: unit must be 'block' for spans; got {unit!r}")
+    return tuple(sorted({int(n) for n in lengths}))
+
+
+def _heads(model: Model, heads: object, unit: str) -> Collection[int | tuple[int, int]] | None:
+    """Heads of every layer, or (layer, head)s."""
+    if heads is None:
+        return None
+    if unit != "head":
+        raise InputError(f"heads goes with unit='head'; got unit={unit!r}")
+    given = plain(heads)
+    given = given if isinstance(given, list) else [given]
+    chosen = {tuple(h) if isinstance(h, (list, tuple)) and len(h) == 2 else h for h in given}
+    legal = {(layer, h) for layer, w in model.anatomy.writes() for h in range(w.n_heads)}
+    legal |= {h for _, h in legal}
+    for head in chosen:
+        if head not in legal or isinstance(head, bool):
+            raise InputError(f"heads must be heads of {model.name} or (layer, head) pairs; got {head!r}")
+    if not chosen:
+        raise InputError("heads must name at least one head; got none")
+    return chosen
+
+
+def _positions(parsed: Prompts, at: object) -> tuple[np.ndarray, ...]:
+    """Where a change is made, each prompt's positions."""
+    if not isinstance(at, slice):
+        return tuple(positions_of(parsed, at))
+    found = tuple(np.arange(n)[at] for n in parsed.lengths)
+    if not all(map(len, found)):
+        raise InputError(
+            f"at must leave a position of every prompt; got {at}, which leaves none of prompt {[len(f) for f in found].index(0)}"
+        )
+    return found
+
+
+def _columns(
+    changes: Sequence[Variant], unit: str, method: str, reference: Reference, seed: int | None, placed: bool
+) -> dict[str, Sequence]:
+    n = len(changes)
+    columns: dict[str, Sequence] = {"unit": [unit] * n, "method": [method] * n}
+    names = ["layer", "sublayer", "span", "head", *["expert"] * (unit == "expert"), *["at"] * placed]
+    columns |= {name: [getattr(c, name) for c in changes] for name in names}
+    if reference.name:
+        columns["reference"] = [reference.name] * n
+    if seed is not None:
+        columns |= {"sample": [c.sample for c in changes], "seed": [seed] * n}
+    if reference.paired:
+        columns["recovered"] = [NONE] * n
+    return columns

@@ -1,0 +1,100 @@
+"""Where a sweep reads its metrics, and the numbers that it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from streamlens.measure import metrics as m
+from streamlens.measure.metrics import Logits, Metric
+from streamlens.measure.places import at, flat_index
+from streamlens.prompts import Readouts, TokenBatch
+from streamlens.stream.unembed import Unembed
+
+
+class Rows:
+    """The (prompt, position)s at which anything is read, each once, ordered by place in the batch."""
+
+    def __init__(self, batch: TokenBatch, places: tuple[np.ndarray, np.ndarray], readouts: Readouts):
+        at_place, at_target = flat_index(batch, *places), flat_index(batch, readouts.prompt, readouts.position)
+        self.flat = np.unique(np.concatenate([at_place, at_target]))
+        self.place = np.searchsorted(self.flat, at_place)  # index into flat of each place
+        self.target = np.searchsorted(self.flat, at_target)
+        self.readouts = readouts
+        following = torch.full(batch.ids.shape, -1)
+        following[:, :-1] = torch.where(batch.mask[:, 1:], batch.ids[:, 1:], -1)
+        self.following = following.reshape(-1)[torch.from_numpy(self.flat)]
+
+    def of(self, hidden: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "row d_model"]:
+        return at(hidden, self.flat)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Metrics of one batch: of the clean run `[row]` and under every change `[variant, row]`; nan where a metric's inputs are absent."""
+
+    at_position: dict[str, tuple[np.ndarray, np.ndarray]]
+    at_target: dict[str, tuple[np.ndarray, np.ndarray]]
+
+    @classmethod
+    def empty(cls, n_changes: int, n_places: int, n_targets: int, wanted: tuple[Metric, ...]) -> Table:
+        def full(names: Sequence[str], n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+            return {name: (np.full(n, np.nan), np.full((n_changes, n), np.nan)) for name in names}
+
+        return cls(
+            full([m.name_of(w) for w in m.of_positions(wanted)], n_places), full([w for w in wanted if w in m.TARGET_METRICS], n_targets)
+        )
+
+    def of(self, start: int, stop: int) -> Table:
+        """A view of some of the changes."""
+
+        def part(metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+            return {name: (clean, changed[start:stop]) for name, (clean, changed) in metrics.items()}
+
+        return Table(part(self.at_position), part(self.at_target))
+
+    def put(self, other: Table) -> None:
+        """Take over the numbers of another table of the same shape."""
+        for mine, theirs in ((self.at_position, other.at_position), (self.at_target, other.at_target)):
+            for name, (clean, changed) in mine.items():
+                clean[:], changed[:] = theirs[name]
+
+
+@torch.no_grad()
+def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Table, wanted: tuple[Metric, ...]) -> None:
+    """Fill a table, one entry of `hidden` a change, chunk by chunk of rows: the clean logits are made once, and only a chunk is held."""
+    for chunk in unembed.chunks(len(clean)):
+        base = Logits(unembed.logits(clean[chunk]))
+        view = _Chunk(rows, chunk, clean.device)
+        view.put(table.at_position, view.place, m.clean_position_metrics(base, view.following, wanted))
+        view.put(table.at_target, view.target, m.target_metrics(base.logits, *view.targets, wanted))
+        for number, changed in enumerate(hidden):
+            logits = unembed.logits(changed[chunk])
+            view.put(table.at_position, view.place, m.position_metrics(base, logits, view.following, wanted), number)
+            view.put(table.at_target, view.target, m.target_metrics(logits, *view.targets, wanted), number)
+
+
+class _Chunk:
+    """The table's rows whose place is within a slice of the rows that are read."""
+
+    def __init__(self, rows: Rows, chunk: slice, device: torch.device):
+        def inside(index: np.ndarray) -> tuple[np.ndarray, Tensor]:
+            table_rows = np.flatnonzero((index >= chunk.start) & (index < chunk.stop))
+            return table_rows, torch.from_numpy(index[table_rows] - chunk.start).to(device)
+
+        self.following = rows.following[chunk].to(device)
+        self.place, self.target = inside(rows.place), inside(rows.target)
+        target, versus = (torch.from_numpy(v[self.target[0]]).to(device) for v in (rows.readouts.target, rows.readouts.versus))
+        self.targets = (self.target[1], target, versus)
+
+    def put(self, store: dict, where: tuple[np.ndarray, Tensor], values: dict[str, Tensor], number: int | None = None) -> None:
+        """Values a row of the chunk (or, with a target, a row of the table already) into the table."""
+        table_rows, index = where
+        for name, value in values.items():
+            column = store[name][0] if number is None else store[name][1][number]
+            column[table_rows] = (value if name in m.TARGET_METRICS else value[index]).double().cpu().numpy()
