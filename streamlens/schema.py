@@ -85,7 +85,7 @@ _UNIT_PLACE = (_LAYER, _SUBLAYER, _HEAD)
 _COMPONENT = _kind("component", "what wrote: embed, pos_embed, head, attn, attn_bias, mlp, mixer, norm_bias, unembed_bias, softcap, ...")
 _SITE = _kind(
     "site",
-    "embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out, other_out, resid_post, final (before the final norm), head_out, norm, pattern",
+    "embed, resid_pre, attn_out, mixer_out, resid_mid, mlp_out, other_out, resid_post, final (not yet normed), head_out, norm, pattern",
 )
 _METRIC_UNIT = "the metric's own: nats for loss, kl and js, logits for target_logit and logit_diff"
 

@@ -28,9 +28,9 @@ from streamlens.stream.changes import places
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
-from tests import zoo
+from tests import slowgrowth, zoo
 
-SUM, MOVED, HEADS, REPLAY, STREAM, PRINTED = 5e-6, 2e-5, 1e-5, 2e-5, 1e-5, 2e-5
+SUM, MOVED, HEADS, REPLAY, STREAM, PRINTED, ALIGNED = 5e-6, 2e-5, 1e-5, 2e-5, 1e-5, 2e-5, 5e-6
 """Limits: the first two relative to sum|parts|, the others to the largest value that is compared."""
 
 PROMPTS = [[15, 26, 37, 48, 59, 61, 72], [33, 44, 55, 66]]
@@ -190,8 +190,21 @@ def test_heads_are_as_many_as_the_attention_patterns(case):
         assert [a.shape[1] for a in patterns] == [maps_a_head * n_heads for n_heads in heads]
 
 
+def test_every_write_and_head_measures_as_if_it_were_made_by_itself(case):
+    """Heads by Gram matrices, through frozen branch norms: against each head's write, made and measured alone."""
+    sites = [*dict.fromkeys(f"{w.kind}_out" for _, w in case.anatomy.writes()), "head_out"]
+    df = sl.norms(case.model, PROMPTS[:1], measures=["l2", "relative", "cosine", "along", "across"], sites=sites)
+    found = df.set_index(["site", "layer", "sublayer", "head", "measure", "position"]).value.unstack("position")
+    slow = slowgrowth.writes(case.model, PROMPTS[0])
+    assert len(found) == 5 * len(slow)
+    for key, (write, stream) in slow.items():
+        for measure, truth in slowgrowth.measures(write, stream).items():
+            unit = {"cosine": 1.0, "relative": float(truth.max())}.get(measure, float(write.norm(dim=-1).max()))
+            assert abs(found.loc[(*key, measure)] - truth.numpy()).max() <= ALIGNED * unit, (key, measure)
+
+
 def test_no_row_of_the_norms_stands_twice(case):
-    schema.validate(sl.norms(case.model, PROMPTS[:1], measures="l2"), "norms")
+    schema.validate(sl.norms(case.model, PROMPTS[:1], measures=None), "norms")
 
 
 # -- every component by itself -------------------------------------------------------------------------------------------

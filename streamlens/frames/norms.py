@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from streamlens import schema
 from streamlens.frames.columns import Labels, carried, place_columns, repeat
-from streamlens.measure.growth import Sites
-from streamlens.prompts import NONE
+from streamlens.measure.growth import Column, Measured
 
 
-def norms(parts: Iterable[Sites], labels: Labels) -> pd.DataFrame:
-    """The norms table, ordered by prompt and position, sites in the model's order."""
+def norms(parts: Iterable[Measured], labels: Labels) -> pd.DataFrame:
+    """The norms table, ordered by prompt and position, columns in the model's order."""
     parts = list(parts)
-    first = parts[0]
+    names = parts[0].columns
     prompt, position = (np.concatenate([getattr(p, name) for p in parts]) for name in ("prompt", "position"))
     value = np.concatenate([p.value for p in parts])
-    order = np.lexsort((position, prompt))
-    n = len(first.sites) * len(first.measures)
+    order, n = np.lexsort((position, prompt)), len(names)
     columns = {k: repeat(v, n) for k, v in place_columns(labels, prompt[order], position[order]).items()}
-    kinds, measures = list(dict.fromkeys(site for site, _, _ in first.sites)), list(first.measures)
-    codes = np.repeat([kinds.index(site) for site, _, _ in first.sites], len(measures)).astype(np.int8)
-    for name, index in (("layer", 1), ("sublayer", 2)):
-        columns[name] = np.tile(np.repeat(np.array([s[index] for s in first.sites], dtype=np.int32), len(measures)), len(order))
-    columns["head"] = np.full(len(order) * n, NONE, dtype=np.int32)
-    columns["site"] = pd.Categorical.from_codes(np.tile(codes, len(order)), categories=kinds)
-    columns["measure"] = pd.Categorical.from_codes(
-        np.tile(np.arange(len(measures), dtype=np.int8), n // len(measures) * len(order)), categories=measures
-    )
+    columns |= measure_columns(names, len(order))
     columns["value"] = value[order].reshape(-1)
     columns |= {k: v.repeat(n) for k, v in carried(labels.prompts, prompt[order]).items()}
     return schema.apply(pd.DataFrame(columns, copy=False), "norms")
+
+
+def measure_columns(names: Sequence[Column], times: int) -> dict:
+    """The columns that name a measure at a site, all of them `times` times over."""
+    numbers = {k: np.array([getattr(c, k) for c in names], dtype=np.int32) for k in ("layer", "sublayer", "head")}
+    columns: dict = {k: np.tile(v, times) for k, v in numbers.items()}
+    for name in ("site", "measure"):
+        kinds = list(dict.fromkeys(getattr(c, name) for c in names))
+        codes = np.array([kinds.index(getattr(c, name)) for c in names], dtype=np.int8)
+        columns[name] = pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)
+    return columns

@@ -1,63 +1,202 @@
-"""How the residual stream grows: norms at every site of every layer, taken while the model runs and nothing kept."""
+"""How the residual stream grows: measures at every site of every layer, taken while the model runs and nothing kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamlens.errors import InputError
+from streamlens.measure import alignment, sinks, vectors
 from streamlens.measure.places import flat_index
-from streamlens.models.anatomy import Anatomy
-from streamlens.prompts import TokenBatch
+from streamlens.models.anatomy import Anatomy, Write
+from streamlens.models.attention import watched_attention
+from streamlens.prompts import NONE, TokenBatch
 from streamlens.stream.run import Run
-from streamlens.stream.sites import watch_sites
+from streamlens.stream.sites import SITES as STREAM_SITES
+from streamlens.stream.sites import WRITES, Written, watch_sites
+from streamlens.stream.tap import Places
 
-MEASURES: dict[str, Callable[[Float[Tensor, "row d_model"]], Float[Tensor, " row"]]] = {
-    "l2": lambda x: torch.linalg.vector_norm(x, dim=-1),
-    "rms": lambda x: torch.linalg.vector_norm(x, dim=-1) / x.shape[-1] ** 0.5,
-}
-"""In the stream's own units: l2 is the length of the vector, rms its length over sqrt(d_model)."""
+HEAD, NORM, PATTERN = "head_out", "norm", "pattern"
+
+SITES = (*STREAM_SITES, HEAD, NORM, PATTERN)
+"""The stream's own; each head's write; the norms that read the stream; attention patterns."""
+
+NORM_MEASURES = ("scale", "gain")
+"""1/sigma, and 1/sigma times the root mean square of the gain: what the length of a write of no particular direction is multiplied by."""
+
+MEASURES = (*vectors.MEASURES, *alignment.MEASURES, *NORM_MEASURES, sinks.MEASURE)
+
+AT = (
+    dict.fromkeys(STREAM_SITES, vectors.MEASURES)
+    | dict.fromkeys(WRITES.values(), vectors.MEASURES + alignment.MEASURES)
+    | {HEAD: ("l2", "rms", *alignment.MEASURES), NORM: NORM_MEASURES, PATTERN: (sinks.MEASURE,)}
+)
+"""Which measures each site has."""
 
 
 @dataclass(frozen=True)
-class Sites:
-    """Measures of one batch at each site."""
+class Column:
+    """One measure at one site."""
+
+    site: str
+    layer: int
+    sublayer: int
+    head: int
+    measure: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Every column at each row of one batch."""
 
     prompt: Int64[np.ndarray, " row"]
     position: Int64[np.ndarray, " row"]
-    sites: tuple[tuple[str, int, int], ...]  # (site, layer, sublayer)
-    measures: tuple[str, ...]
-    value: Float64[np.ndarray, "row site measure"]
+    columns: tuple[Column, ...]
+    value: Float64[np.ndarray, "row column"]
 
 
-@torch.no_grad()
-def measure_batch(
-    module: nn.Module,
-    anatomy: Anatomy,
-    batch: TokenBatch,
-    places: tuple[Int64[np.ndarray, " row"], Int64[np.ndarray, " row"]],
-    sites: Collection[str],
-    measures: tuple[str, ...],
-) -> Sites:
-    """Norms at `places` (prompt, position); padding is never read, and `final` is the stream before the final norm."""
-    flat = torch.from_numpy(flat_index(batch, *places))
-    seen: list[tuple[str, int, int]] = []
-    values: list[Float[Tensor, "measure row"]] = []
+class Meter:
+    """Measures batches of one model; what does not change from batch to batch is made once."""
 
-    def see(site: str, layer: int, sublayer: int, value: Tensor) -> None:
-        wide = torch.promote_types(value.dtype, torch.float32)
-        rows = value.reshape(-1, value.shape[-1])[flat.to(value.device)].to(wide)
-        seen.append((site, layer, sublayer))
-        values.append(torch.stack([MEASURES[name](rows) for name in measures]).double().cpu())
+    def __init__(self, module: torch.nn.Module, anatomy: Anatomy, sites: Collection[str], measures: Collection[str]):
+        self.module, self.anatomy = module, anatomy
+        self.wanted = {site: [m for m in measures if m in AT[site]] for site in sites}
+        self.heads = alignment.Heads(module)
+        branch = {(i, add.norm) for i, layer in enumerate(anatomy.layers) for add in layer.adds if add.norm}
+        self.branch_norms = frozenset(branch)
+        self.leaves = {(layer, w.leaf): w for layer, w in anatomy.writes() if w.n_heads}
 
-    with Run.of(module, anatomy) as run:
-        watch_sites(run, anatomy, sites, see)
-        run.hidden(batch.ids, batch.mask)
-    if not seen:
-        raise InputError(f"sites={sorted(sites)}: this model has none of them")
-    return Sites(*places, tuple(seen), measures, torch.stack(values).permute(2, 0, 1).numpy())
+    @torch.no_grad()
+    def batch(self, batch: TokenBatch, places: tuple[Int64[np.ndarray, " row"], Int64[np.ndarray, " row"]]) -> Measured:
+        """Measures at `places` (prompt, position); padding is never read, and `final` is the stream before the final norm."""
+        with Run.of(self.module, self.anatomy) as run:
+            watch = _Watch(self, batch, torch.from_numpy(flat_index(batch, *places)))
+            watch.plant(run)
+            patterns = self.wanted.get(PATTERN)
+            with watched_attention(self.module, lambda *qkvp: watch.pattern(run.layer, qkvp[3])) if patterns else nullcontext():
+                run.hidden(batch.ids, batch.mask)
+        if patterns:
+            sinks.demand_all(self.anatomy, {layer for (site, layer, *_) in watch.seen if site == PATTERN})
+        if not watch.columns:
+            raise InputError(f"sites={sorted(self.wanted)}: this model has none of them with such a measure")
+        return Measured(*places, tuple(watch.columns), torch.cat(watch.values, dim=1).double().numpy())
+
+
+class _Watch:
+    """One pass: what each hook sees becomes columns."""
+
+    def __init__(self, meter: Meter, batch: TokenBatch, flat: Tensor):
+        self.meter, self.batch, self.flat = meter, batch, flat
+        self.places = Places(flat.unique(), batch.ids.numel())
+        self.columns: list[Column] = []
+        self.values: list[Float[Tensor, "row column"]] = []
+        self.seen: Counter[tuple[str, int]] = Counter()
+        self._z: dict[str, Tensor] = {}
+        self._lengths: list[tuple[Tensor, Tensor]] = []  # of what passed last, since a write's stream is a site too
+        self._looked_up = False
+
+    def plant(self, run: Run) -> None:
+        meter, wanted = self.meter, self.meter.wanted
+        aligned = any(set(wanted[site]) & set(alignment.MEASURES) for site in wanted if site in WRITES.values())
+        if wanted.get(HEAD):
+            for path in dict.fromkeys(path for _, path in meter.leaves):
+                run.on_output(path, lambda layer, _, x, path=path: self._z.__setitem__(path, x))
+        watch_sites(run, meter.anatomy, wanted.keys(), self.stream, self.write if aligned or wanted.get(HEAD) else None)
+        if wanted.get(NORM):
+            for path in meter.anatomy.norms:
+                run.on_output(path, lambda layer, _, x, path=path: self.norm(layer, path, x))
+        if wanted.get(PATTERN):
+            sinks.watch_returned(run, meter.anatomy, lambda layer, weights: self.pattern(layer, weights, returned=True))
+
+    # -- what is seen --------------------------------------------------------------------------------------------
+    def stream(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
+        wanted = self.meter.wanted[site]
+        x = self._rows(value)
+        found = vectors.measured(x, wanted)
+        if "l2" in found:
+            self._keep_length(value, found["l2"])
+        if "massive" in wanted:
+            counts = vectors.massive(value.expand(*self.batch.ids.shape, -1).to(x.dtype), self.batch.mask)
+            found["massive"] = self.places.keep(counts[..., None].to(x.dtype))[:, 0]
+        self._add(site, layer, sublayer, {name: found[name][:, None] for name in wanted if name in found})
+
+    def write(self, written: Written) -> None:
+        wanted, heads = self.meter.wanted.get(written.site, ()), self.meter.wanted.get(HEAD, ())
+        if not set(wanted) & set(alignment.MEASURES) and not heads:
+            return
+        stream = self._rows(written.stream)
+        length = self._length_of(written.stream, stream)
+        if set(wanted) & set(alignment.MEASURES):
+            value = self._rows(written.value)
+            inner = torch.linalg.vecdot(value, stream)
+            found = alignment.measured(self._length_of(written.value, value), length, inner, wanted)
+            self._add(written.site, written.layer, written.write.sublayer, {name: v[:, None] for name, v in found.items()})
+        for write in written.add.writes if written.add.norm else (written.write,):
+            if heads and write.n_heads:
+                self._heads(written, write, stream, length)
+
+    def _heads(self, written: Written, write: Write, stream: Tensor, stream_length: Tensor) -> None:
+        wanted, z = self.meter.wanted[HEAD], self._rows(self._z.pop(write.leaf))
+        form = self.meter.anatomy.norms[written.add.norm] if written.add.norm else None
+        raw = None if form is None else self._rows(written.raw)
+        factor = written.add.factors[written.add.writes.index(write)]
+        scale = factor if form is None else factor * form.scale(raw)
+        length = self.meter.heads.length(z, write, form, abs(scale))
+        found = {"l2": length, "rms": length / stream.shape[-1] ** 0.5}
+        if set(wanted) & set(alignment.MEASURES):
+            direction = stream if form is None else form.pull_back(stream, raw)
+            inner = self.meter.heads.inner(z, write, direction) * factor
+            found |= alignment.measured(length, stream_length[:, None].expand_as(length), inner, wanted)
+        self._add(HEAD, written.layer, write.sublayer, {name: found[name] for name in wanted})
+
+    def norm(self, layer: int, path: str, x: Tensor) -> None:
+        if layer < 0 or (layer, path) in self.meter.branch_norms:
+            return
+        form = self.meter.anatomy.norms[path]
+        scale = form.scale(self._rows(x))
+        gain = scale if form.gain is None else scale * form.gain.square().mean().sqrt().to(scale)
+        self._add(NORM, layer, self.seen[NORM, layer], {name: {"scale": scale, "gain": gain}[name] for name in self.meter.wanted[NORM]})
+
+    def pattern(self, layer: int, weights: Float[Tensor, "batch head pos source"], returned: bool = False) -> None:
+        if returned and self._looked_up:  # the same pattern again
+            return
+        self._looked_up |= not returned
+        value = sinks.to_first(weights, self.batch.ids.shape)
+        self._add(PATTERN, layer, self.seen[PATTERN, layer], {sinks.MEASURE: self._rows(value)})
+
+    # -- rows and columns ----------------------------------------------------------------------------------------
+    def _rows(self, value: Tensor) -> Float[Tensor, "kept width"]:
+        """The vectors at the positions that are kept, in float32 at least; an embedding may be broadcast over the batch."""
+        if value.dim() == 3 and value.shape[0] != len(self.batch.ids):
+            value = value.expand(len(self.batch.ids), -1, -1)
+        kept = self.places.keep(value)
+        return kept.to(torch.promote_types(kept.dtype, torch.float32))
+
+    def _length_of(self, tensor: Tensor, rows: Tensor) -> Float[Tensor, " kept"]:
+        for seen, length in self._lengths:
+            if seen is tensor:
+                return length
+        return self._keep_length(tensor, torch.linalg.vector_norm(rows, dim=-1))
+
+    def _keep_length(self, tensor: Tensor, length: Tensor) -> Tensor:
+        if not self.meter.anatomy.clones:  # else it may still change in place
+            self._lengths = [(tensor, length), *self._lengths[:2]]
+        return length
+
+    def _add(self, site: str, layer: int, sublayer: int, found: dict[str, Float[Tensor, "kept head"]]) -> None:
+        """Columns of one site, by head where there are several."""
+        if not found:
+            return
+        self.seen[site, layer] += 1
+        n = next(iter(found.values())).shape[-1]
+        heads = range(n) if site in (HEAD, PATTERN) else (NONE,)
+        self.columns += [Column(site, layer, sublayer, head, name) for head in heads for name in found]
+        both = torch.stack(list(found.values()), dim=-1).flatten(1)
+        self.values.append(self.places.rows(both, self.flat.to(both.device)).cpu())

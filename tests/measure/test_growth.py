@@ -7,7 +7,7 @@ import torch
 
 import streamlens as sl
 from streamlens import schema
-from streamlens.measure.growth import MEASURES
+from streamlens.measure.vectors import MEASURES, measured
 from tests import byhand
 from tests.models import tiny
 from tests.tolerances import HAND, ROUNDING
@@ -27,9 +27,11 @@ SITES = {  # sites of every layer; embed and final stand once
 
 
 def test_measures_of_a_known_vector():
-    x = torch.tensor([[3.0, 4.0, 0.0, 0.0]])
-    assert MEASURES["l2"](x).item() == 5.0
-    assert MEASURES["rms"](x).item() == 2.5
+    found = measured(torch.tensor([[3.0, -4.0, 0.0, 0.0, 0.0, 0.0]]), MEASURES)
+    assert {name: round(value.item(), 6) for name, value in found.items()} == {
+        "l2": 5.0, "rms": round((25 / 6) ** 0.5, 6), "mean": round(-1 / 6, 6), "std": round((25 / 6 - 1 / 36) ** 0.5, 6),
+        "max_abs": 4.0, "max_index": 1.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
