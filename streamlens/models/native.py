@@ -75,7 +75,8 @@ def _check_same_logits(module: nn.Module, decoder: Decoder) -> None:
     ids = torch.arange(_N_TOKENS, device=weight.device).mul(7).remainder(weight.shape[0])[None]
     training = decoder.training, module.training
     try:
-        decoder.eval(), module.eval()
+        decoder.eval()
+        module.eval()
         ours, theirs = decoder(ids).logits, module(input_ids=ids, use_cache=False).logits
     finally:
         decoder.train(training[0]), module.train(training[1])

@@ -6,7 +6,7 @@ Only opening happens here. Where the stream is read and written is `anatomy`'s p
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -39,11 +39,12 @@ class Opened:
     trusted: bool = False
 
 
-def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False) -> Opened:
+def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False, native: bool = False) -> Opened:
     """Open `source`; what is loaded here comes in eval mode, what was loaded already is neither moved nor cast.
 
     `tokenizer` is an object, or the name or folder of one; None takes the one beside the weights. `device` None takes
-    CUDA where present, `dtype` None keeps the checkpoint's (float32 for the models of `named`).
+    CUDA where present, `dtype` None keeps the checkpoint's (float32 for the models of `named`). `native` gives the native
+    decoder with the same weights.
     Raises :class:`SourceError` for what cannot be found or read, :class:`InputError` for parameters that do not fit,
     :class:`UnsupportedModelError` for what is no decoder-only language model with a head and finite weights.
     """
@@ -70,7 +71,16 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
         check_head(opened.module)
     if not opened.trusted:
         check_finite(opened.module)
-    return opened
+    return _as_native(opened, copy=kind in ("module", "bridge")) if native and kind != "decoder" else opened
+
+
+def _as_native(opened: Opened, copy: bool) -> Opened:
+    """The native decoder in the place of a transformers model; what the user holds keeps tensors of its own."""
+    if isinstance(opened.module, Decoder):
+        return opened
+    from streamlens.models.native import to_native
+
+    return replace(opened, module=to_native(opened.module, copy=copy), source=f"native Decoder of {opened.source}", trusted=False)
 
 
 def _kind(source) -> str:

@@ -13,11 +13,7 @@ from streamlens.decoder.convert.rope import read_rope, write_rope
 _ENDS = {"embed": "model.embed_tokens", "final_norm": "model.norm", "unembed": "lm_head"}
 _ATTENTION = {f"attn.{name}": f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
 _MLP = {f"mlp.{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-_EXPERTS = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate_up_proj": "mlp.experts.gate_up_proj",
-    "mlp.experts.down_proj": "mlp.experts.down_proj",
-}
+_EXPERTS = {"mlp.router": "mlp.gate"} | {f"mlp.experts.{name}": f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
 _NORMS = {
     "pre": {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     "reordered": {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
@@ -166,7 +162,7 @@ def _write_gemma2(c: DecoderConfig) -> dict[str, Any]:
     return _write(
         c,
         hidden_activation="gelu_pytorch_tanh",
-        query_pre_attn_scalar=c.scale**-2,
+        query_pre_attn_scalar=round(c.scale**-2),
         attn_logit_softcapping=c.attention_softcap,
         final_logit_softcapping=c.logit_softcap,
         **_window_types(c),
