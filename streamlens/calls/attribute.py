@@ -13,6 +13,7 @@ from streamlens.checks import CHECKS, check_printed, check_sums
 from streamlens.errors import InputError, choice
 from streamlens.measure import attribution as dla
 from streamlens.measure.neurons import ByNeuron
+from streamlens.measure.sources import BySource, ByToken
 from streamlens.measure.splits import Split
 from streamlens.models.loaded import Model
 from streamlens.prompts import readouts
@@ -76,4 +77,4 @@ def _split(model: Model, by: str | None, top_k: int | None) -> Split | None:
     return None if by is None else _SPLITS[by](model.module, model.anatomy, top_k)
 
 
-_SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron}
+_SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron, "source": BySource, "token": ByToken}

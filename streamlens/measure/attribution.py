@@ -6,17 +6,16 @@ sum to the model's own logit. A head keeps its share of the value bias. A split 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from jaxtyping import Float64, Int32, Int64
+from jaxtyping import Float64
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
-from streamlens.measure.components import Component, components, places
+from streamlens.measure.components import Component, components
 from streamlens.measure.places import flat_index, with_top
-from streamlens.measure.splits import Part, Split
+from streamlens.measure.splits import Split
+from streamlens.measure.table import Shares, Sources, Table
 from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
@@ -27,27 +26,6 @@ from streamlens.stream.tap import Places
 from streamlens.stream.unembed import Unembed
 
 __all__ = ["Component", "Shares", "Sources", "attribute_batch", "components", "printed_error"]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The parts of some components, one a source position; those behind the position that is read are 0 and no rows."""
-
-    component: Int64[np.ndarray, " head"]  # which columns of the shares they are the parts of
-    contribution: Float64[np.ndarray, "row head source"]
-    attention: Float64[np.ndarray, "row head source"] | None  # None where heads are summed
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Contributions of one batch: every component at every readout."""
-
-    readouts: Readouts  # prompt is the index into all prompts of the call
-    contribution: Float64[np.ndarray, "row component"]
-    logit: Float64[np.ndarray, " row"]
-    error: Float64[np.ndarray, " row"]  # |sum - logit| / sum|parts|
-    numbers: Int32[np.ndarray, "row component"] | None = None  # which neuron or expert a component is; -1 for neither
-    sources: Sources | None = None
 
 
 def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts, split: Split | None = None) -> Shares:
@@ -62,12 +40,12 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
         hidden = readout.forward(batch.ids, batch.mask)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
-        table = _Table(anatomy, readouts, unembed.wide, split)
+        table = Table(anatomy, readouts, unembed.wide, split)
         rounds = _rounds(readouts)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):
             rows = np.flatnonzero(rounds == number)
-            _pull(readout, hidden, unembed, table, rows, flat[rows], last=number + 1 == n_rounds)
+            _pull(readout, hidden, unembed, table, rows, flat[rows], split, last=number + 1 == n_rounds)
     shares, gap = table.finished()
     if gap > limits.SUM[module.get_output_embeddings().weight.dtype]:
         raise UnsupportedModelError(
@@ -90,53 +68,17 @@ def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares
     return ((printed - torch.from_numpy(shares.logit)).abs() / rows.abs().max()).numpy()
 
 
-class _Table:
-    """The contributions while they come in, one row a readout."""
-
-    def __init__(self, anatomy: Anatomy, readouts: Readouts, dtype: torch.dtype, split: Split | None):
-        start, self.columns = 0, {}
-        for key, place in places(anatomy, split and split.components).items():
-            self.columns[key] = slice(start, start + len(place))
-            start += len(place)
-        self.readouts, self.split = readouts, split
-        self.contribution = torch.zeros(len(readouts), start, dtype=dtype)
-        self.logit = torch.zeros(len(readouts), dtype=dtype)
-        self.gap = torch.zeros(len(readouts), dtype=dtype)
-        self.numbers: Tensor | None = None
-        self.parts: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-    def put(self, key: Key, rows: np.ndarray, values: Tensor) -> None:
-        """`values` `[row]` or `[row, component]` of the place `key`."""
-        self._into(self.contribution, rows, self.columns[key], values)
-
-    def put_part(self, key: Key, rows: np.ndarray, part: Part, whole: Tensor) -> None:
-        """What a write was split into, whose own share is `whole` `[row]`, or `[row, head]` where sources are the parts of heads."""
-        self.put(key, rows, part.shares)
-        if part.numbers is not None:
-            if self.numbers is None:
-                self.numbers = torch.full(self.contribution.shape, -1, dtype=torch.int32)
-            self._into(self.numbers, rows, self.columns[key], part.numbers.int())
-        gap = (part.shares.sum(-1) - whole.sum(-1)).abs().cpu()
-        at = torch.from_numpy(rows)
-        self.gap[at] = torch.maximum(self.gap[at], gap)
-
-    def finished(self) -> tuple[Shares, float]:
-        """The contributions, and by how much of sum|parts| the parts of a split write miss its own share at worst."""
-        contribution, logit = self.contribution.double(), self.logit.double()
-        size = contribution.abs().sum(-1).clamp_min(1e-300)
-        error = (contribution.sum(-1) - logit).abs() / size
-        numbers = None if self.numbers is None else self.numbers.numpy()
-        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers), float((self.gap / size).max())
-
-    def _into(self, table: Tensor, rows: np.ndarray, columns: slice, values: Tensor) -> None:
-        values = values.reshape(len(rows), -1).cpu()
-        if len(rows) == len(table):
-            table[:, columns] = values
-        else:
-            table[torch.from_numpy(rows), columns] = values
-
-
-def _pull(readout: Readout, hidden: Tensor, unembed: Unembed, table: _Table, rows: np.ndarray, flat: Tensor, *, last: bool) -> None:
+def _pull(
+    readout: Readout,
+    hidden: Tensor,
+    unembed: Unembed,
+    table: Table,
+    rows: np.ndarray,
+    flat: Tensor,
+    split: Split | None,
+    *,
+    last: bool,
+) -> None:
     """One backward pass: the contributions to at most one logit a (prompt, position)."""
     device, chosen = hidden.device, table.readouts.take(rows)
     flat, target, versus = flat.to(device), torch.from_numpy(chosen.target).to(device), torch.from_numpy(chosen.versus).to(device)
@@ -144,7 +86,7 @@ def _pull(readout: Readout, hidden: Tensor, unembed: Unembed, table: _Table, row
     start = torch.zeros(hidden.shape, dtype=hidden.dtype, device=device)
     start.view(-1, hidden.shape[-1])[flat] = read.to(hidden.dtype)
     dense, heads = 2 * len(flat) >= start[..., 0].numel(), {(i, "write", w.leaf): w.n_heads for i, w in readout.anatomy.writes()}
-    constants, split = _constants(readout, unembed.wide), table.split
+    constants = _constants(readout, unembed.wide)
 
     def sink(key: Key, value: Tensor | None, g: Tensor) -> None:
         if key not in table.columns:
@@ -158,11 +100,11 @@ def _pull(readout: Readout, hidden: Tensor, unembed: Unembed, table: _Table, row
             by_head = (max(heads.get(key, 0), 1), -1)
             shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), direction.unflatten(-1, by_head))
         shares = shares[at] if dense else shares
-        part = None if split is None else split.part(readout.tap, key, g, at)
+        part = None if split is None else split.part(readout.tap, key, g, at, shares)
         if part is None:
             table.put(key, rows, shares)
         else:
-            table.put_part(key, rows, part, shares)
+            table.put_part(key, rows, part)
 
     readout.pull(hidden, start, sink, last=last)
     stream = hidden.detach().reshape(-1, hidden.shape[-1])[flat].to(unembed.wide)

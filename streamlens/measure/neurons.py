@@ -48,7 +48,9 @@ class ByNeuron(Split):
     def tap(self, places: Places) -> NeuronTap:
         return NeuronTap(self.module, self.down, places)
 
-    def part(self, tap: NeuronTap, key: Key, g: Float[Tensor, "batch pos d_model"], at: Int[Tensor, " row"]) -> Part | None:
+    def part(
+        self, tap: NeuronTap, key: Key, g: Float[Tensor, "batch pos d_model"], at: Int[Tensor, " row"], own: Float[Tensor, "row 1"]
+    ) -> Part | None:
         place = (key[0], key[2])
         if key[1] != "write" or place not in self.down:
             return None
@@ -58,7 +60,7 @@ class ByNeuron(Split):
         bias = tap.bias_share(place, g)
         if bias is not None:
             shares, numbers = torch.cat([shares, bias[:, None]], 1), nn.functional.pad(numbers, (0, 1), value=-1)
-        return Part(shares, numbers)
+        return Part(shares, (shares.sum(-1) - own[:, 0]).abs(), numbers)
 
 
 def largest(each: Float[Tensor, "row neuron"], top_k: int | None) -> tuple[Float[Tensor, "row part"], Int[Tensor, "row part"]]:

@@ -23,9 +23,10 @@ class Part:
     """What one write becomes, at each row."""
 
     shares: Float[Tensor, "row component"]
+    gap: Float[Tensor, " row"]  # by how much the parts miss the write's own share
     numbers: Int[Tensor, "row component"] | None = None  # which neuron or expert; -1 for neither
-    sources: Float[Tensor, "row head source"] | None = None  # the parts of each of `shares`
-    attention: Float[Tensor, "row head source"] | None = None
+    sources: Float[Tensor, "row component source"] | None = None  # the parts of each of `shares`
+    attention: Float[Tensor, "row component source"] | None = None
 
 
 class Split:
@@ -34,15 +35,18 @@ class Split:
     column: str
 
     def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
-        """What the write becomes; None where it stays whole."""
+        """What the write becomes, () where it adds to the heads before it; None where it stays whole."""
         raise NotImplementedError
 
     def tap(self, places: Places) -> Tap:
         """What has to look inside while the model runs."""
         raise NotImplementedError
 
-    def part(self, tap: Tap, key: Key, g: Tensor, at: Int[Tensor, " row"]) -> Part | None:
-        """What the write at `key` becomes, `g` `[batch, pos, width]` being the direction in which it is read; None where it stays whole."""
+    def part(self, tap: Tap, key: Key, g: Tensor, at: Int[Tensor, " row"], own: Float[Tensor, "row head"]) -> Part | None:
+        """What the write at `key` becomes at the places `at`; None where it stays whole.
+
+        `g` `[batch, pos, width]` is the direction in which the write's leaf is read, `own` the write's share as it was.
+        """
         raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ Sink = Callable[[Key, Tensor | None, Tensor], None]
 """Receives (key, the leaf's value or None for a constant, gradient there)."""
 
 
-class _FrozenNorm(torch.autograd.Function):
+class FrozenNorm(torch.autograd.Function):
     """Forward: the norm's own output, unchanged. Backward: the norm as a linear map with its sigma frozen at this input."""
 
     @staticmethod
@@ -67,6 +67,8 @@ class Readout(Planted):
         self.leaves.clear()
         with torch.inference_mode(False), torch.enable_grad():
             hidden = self._run.hidden(ids, mask)
+        if self.tap is not None:
+            self.tap.check()
         if not hidden.requires_grad:
             raise UnsupportedModelError(f"{type(self.module).__name__}: none of the writes of its anatomy reaches the unembedding")
         return hidden
@@ -129,7 +131,7 @@ class Readout(Planted):
             out = original(*args, **kwargs)
         if (layer, path) not in self.anatomy.path_norms:
             return out  # only read, and what is read has no gradient
-        return _FrozenNorm.apply(x, out, form, lambda g: self._report((layer, "norm", path), None, g)) if x.requires_grad else out
+        return FrozenNorm.apply(x, out, form, lambda g: self._report((layer, "norm", path), None, g)) if x.requires_grad else out
 
     def _report(self, key: Key, value: Tensor | None, g: Tensor | None) -> None:
         if self._sink is not None and g is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -78,6 +78,7 @@ class Run:
         self._handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._borrow = borrowed(module)
+        self._within = ExitStack()
         self._blocks, self._unembed = blocks, unembed
         self._shape = (0, 0)
 
@@ -99,6 +100,7 @@ class Run:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._within.close()
         for handle in self._handles:
             handle.remove()
         for module, forward in self._patched:
@@ -147,6 +149,10 @@ class Run:
         original = module.forward
         self._patched.insert(0, (module, module.__dict__.get("forward")))
         module.forward = lambda *args, **kwargs: forward(original, *args, **kwargs)
+
+    def within(self, context: AbstractContextManager) -> None:
+        """Enter a context that is left when the run ends."""
+        self._within.enter_context(context)
 
     # -- the pass ------------------------------------------------------------------------------------------------
     @property

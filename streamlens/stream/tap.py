@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +35,12 @@ class Places:
         """The kept vectors at the positions `at`."""
         return kept[at if self.all else torch.searchsorted(self.flat.to(at.device), at)]
 
+    def by_prompt(self, n_pos: int, device: torch.device) -> Iterator[tuple[int, Int[Tensor, " row"]]]:
+        """Each prompt of the batch that is read, and its positions."""
+        for prompt in (self.flat // n_pos).unique().tolist():
+            inside = (self.flat >= prompt * n_pos) & (self.flat < (prompt + 1) * n_pos)
+            yield prompt, (self.flat[inside] % n_pos).to(device)
+
 
 class Tap:
     """Plants hooks beside the readout's own and keeps what they see until the readout closes."""
@@ -46,6 +53,9 @@ class Tap:
 
     def entered(self, key: tuple[int, str, str], value: Tensor) -> None:
         """`value` is about to become the leaf `key`; its graph reaches back to whatever the tap has made a leaf inside the sublayer."""
+
+    def check(self) -> None:
+        """Raise :class:`~streamlens.errors.UnsupportedModelError` where the forward pass did not show what it should have."""
 
     def close(self) -> None:
         """Let go of what was kept."""

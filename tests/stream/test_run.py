@@ -100,7 +100,7 @@ def test_model_is_as_it_was_after_an_exception_in_our_own_hook(call, error, monk
         "attribute": "streamlens.stream.readout.Readout._leaf_at_output",
         "ablate-block": "streamlens.stream.replay.Replay._block",
         "norms": "streamlens.stream.sites._Watcher.enter",
-        "record": "streamlens.models.attention._eager",
+        "record": "streamlens.models.attention.eager_attention",
     }[call]
     monkeypatch.setattr(place, stop)
     with pytest.raises(error, match="stop"):
