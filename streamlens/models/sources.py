@@ -80,7 +80,7 @@ def _as_native(opened: Opened, copy: bool) -> Opened:
         return opened
     from streamlens.models.native import to_native
 
-    return replace(opened, module=to_native(opened.module, copy=copy), source=f"native Decoder of {opened.source}", trusted=False)
+    return replace(opened, module=to_native(opened.module, copy=copy), source=f"native Decoder of {opened.source}")
 
 
 def _kind(source) -> str:
