@@ -72,3 +72,35 @@ def _mixed(old, change, base):
     new = torch.zeros_like(old) + base + (0.0 if change.value is None else change.value.to(old))
     new = new if change.at is None else torch.where(change.at[..., None], new, old)
     return new.reshape(shape)
+
+
+def values(model, keys, ids):
+    """What stands at each (layer, path, at its input) in the clean run of one prompt, `[1, pos, width]`; a block's is what it adds."""
+    layers, seen, handles, found = model.anatomy.layers, Counter(), [], {}
+
+    def before(key, part, args, kwargs):
+        seen[key] += 1
+        x = _tensor(args, kwargs)[1].clone()
+        if _calls(layers, key) == seen[key]:
+            found[key] = x
+
+    def after(key, part, args, kwargs, output):
+        out = output[0] if isinstance(output, (tuple, list)) else output
+        if _calls(layers, key) == seen[key] and not key[2]:
+            found[key] = out - found[key] if key[1] == layers[key[0]].path else out.clone()
+
+    for key in keys:
+        part = model.module.get_submodule(key[1])
+        handles.append(part.register_forward_pre_hook(lambda *a, k=key: before(k, *a), with_kwargs=True))
+        handles.append(part.register_forward_hook(lambda *a, k=key: after(k, *a), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            model.module(input_ids=torch.tensor([list(ids)]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {key: value.reshape(1, len(ids), -1) for key, value in found.items()}
+
+
+def _calls(layers, key):
+    return 1 + sum(layer.path == layers[key[0]].path for layer in layers[: key[0]])
