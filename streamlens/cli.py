@@ -1,4 +1,4 @@
-"""The command line: `streamlens report | attribute | ablate | norms | card`. Heavy imports wait until a command runs."""
+"""The command line: a command for each call, and `streamlens report`. Heavy imports wait until a command runs."""
 
 import argparse
 import os
@@ -9,6 +9,8 @@ from streamlens import __version__
 from streamlens.errors import StreamLensError
 
 DEFAULT_MODEL = "smollm2-135m"
+UNITS = ("block", "attn", "mlp", "mixer", "head", "expert")
+METHODS = ("remove", "zero", "mean", "positional_mean", "resample", "gradient")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,6 +37,13 @@ def integers(text: str) -> list[int]:
 def positions(text: str) -> str | list[int]:
     """`last`, `all`, or numbers."""
     return text if text in ("last", "all") else integers(text)
+
+
+def _span(text: str) -> int | str:
+    """Blocks together: a number, or `all` for every start and length."""
+    if text != "all" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a whole number or all; got {text!r}")
+    return text if text == "all" else int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -86,13 +95,25 @@ def parser() -> argparse.ArgumentParser:
 
     where = _position_options("default last")
     add = commands.add_parser("attribute", parents=[model, prompts, target, where], help="who wrote this logit?")
+    add.add_argument("--by", choices=("neuron", "expert", "source", "token"), help="split MLPs or heads: finer rows under the same sum")
+    add.add_argument("--top-k", type=int, default=10, metavar="K", help="neurons to name in each MLP (default 10)")
     add.add_argument("--top", type=int, default=20, metavar="N", help="rows to print of each logit (default 20)")
 
     where = _position_options("default all, or last with a target")
     add = commands.add_parser("ablate", parents=[model, prompts, target, where], help="what breaks without this layer?")
-    add.add_argument("--unit", choices=("block", "attn", "mlp"), default="block", help="what is removed (default block)")
-    add.add_argument("--layers", type=integers, metavar="NUMBERS", help="layers to remove one at a time, such as 0,3,5-8 (default all)")
+    add.add_argument("--unit", choices=UNITS, default="block", help="what is changed (default block)")
+    add.add_argument("--method", choices=METHODS, default="remove", help="what stands in its place (default remove)")
+    add.add_argument("--layers", type=integers, metavar="NUMBERS", help="layers to change one at a time, such as 0,3,5-8 (default all)")
+    add.add_argument("--heads", type=integers, metavar="NUMBERS", help="heads to change one at a time (default all)")
+    add.add_argument("--span", type=_span, default=1, metavar="N", help="so many neighbouring blocks together, or all (default 1)")
+    add.add_argument("--reference", metavar="FILE", help="prompts whose values replace, for mean and resample; or paired: column corrupted")
+    add.add_argument("--seed", type=int, default=0, help="of resampling (default 0)")
     add.add_argument("--metrics", type=_names, metavar="NAMES", help="such as loss,kl,top1_agree (default: all that apply)")
+
+    where = _position_options("default last")
+    add = commands.add_parser("lens", parents=[model, prompts, target, where], help="what would the model say if it ended here?")
+    add.add_argument("--top-k", type=int, default=5, metavar="K", help="likeliest tokens at each layer (default 5)")
+    add.add_argument("--norm", choices=("recomputed", "frozen"), default="recomputed", help="the final norm's scale (default recomputed)")
 
     where = _position_options("default all")
     commands.add_parser("norms", parents=[model, prompts, where], help="how does the stream grow?")

@@ -20,7 +20,7 @@ from streamlens.schema import write_parquet
 
 WATERFALLS = 8  # figures a call draws at most, one a logit
 Given = list[str] | pd.DataFrame | None  # prompts as the command line gives them
-TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "norms": "norms", "card": "card"}
+TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "lens": "lens", "norms": "norms", "card": "card"}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -102,21 +102,35 @@ def _read_at(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _attribute(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
-    return sl.attribute(model, prompts, **_read_at(args))
+    return sl.attribute(model, prompts, by=args.by, top_k=args.top_k, **_read_at(args))
 
 
 def _ablate(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
-    return sl.ablate(model, prompts, unit=args.unit, layers=args.layers, metrics=args.metrics, **_read_at(args))
+    reference = args.reference if args.reference in (None, "paired") else promptfile.read_prompts(args.reference)
+    chosen = {"layers": args.layers, "heads": args.heads, "span": args.span, "metrics": args.metrics}
+    return sl.ablate(model, prompts, args.unit, args.method, reference=reference, seed=args.seed, **chosen, **_read_at(args))
+
+
+def _lens(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    read = {k: v for k, v in _read_at(args).items() if k != "versus"} | {"positions": args.positions or "last"}
+    return sl.lens(model, prompts, norm=args.norm, top_k=args.top_k, **read)
 
 
 def _norms(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
     return sl.norms(model, prompts, positions=args.positions, progress=not args.quiet)
 
 
-MEASURES = {"attribute": _attribute, "ablate": _ablate, "norms": _norms, "card": lambda model, prompts, args: sl.card(model)}
+MEASURES = {
+    "attribute": _attribute,
+    "ablate": _ablate,
+    "lens": _lens,
+    "norms": _norms,
+    "card": lambda model, prompts, args: sl.card(model),
+}
 TEXTS = {
     "attribute": lambda frame, args: text.attribution_text(frame, args.top),
     "ablate": lambda frame, args: text.ablation_text(frame),
+    "lens": lambda frame, args: text.lens_text(frame),
     "norms": lambda frame, args: text.norms_text(frame),
     "card": lambda frame, args: text.card_text(frame),
 }

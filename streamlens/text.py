@@ -11,7 +11,9 @@ def component_name(row) -> str:
     """`L3 head 7`, `L12 mlp`, `embed`: a row of an attribution table in words."""
     place = f"L{row.layer} " if row.layer >= 0 else ""
     again = f".{row.sublayer}" if row.sublayer > 0 else ""
-    return f"{place}{row.component}{again}" + (f" {row.head}" if row.head >= 0 else "")
+    parts = [row.head, *(getattr(row, name, -1) for name in ("neuron", "expert"))]
+    source = f" <- {row.source_token!r} at {row.source}" if getattr(row, "source", -1) >= 0 else ""
+    return f"{place}{row.component}{again}" + "".join(f" {number}" for number in parts if number >= 0) + source
 
 
 def attribution_text(df: pd.DataFrame, top: int = 20) -> str:
@@ -29,7 +31,8 @@ def _one_logit(group: pd.DataFrame, top: int) -> str:
         lines.append((f"{len(ordered) - top} others", ordered.contribution.iloc[top:].sum()))
     lines.append(("sum", group.contribution.sum()))
     lines.append(("logit", first.logit))
-    body = "\n".join(f"  {name:<16} {value:>10.4f}" for name, value in lines)
+    width = max(16, *(len(name) for name, _ in lines))
+    body = "\n".join(f"  {name:<{width}} {value:>10.4f}" for name, value in lines)
     return f"{head}\nlogit of {str(first.target_token)!r}{against}\n{body}"
 
 
@@ -38,13 +41,31 @@ def _shortened(text: str, width: int = 60) -> str:
 
 
 def ablation_text(df: pd.DataFrame) -> str:
-    """Mean change of each metric over prompts (each prompt counts once), one line a layer; the untouched model's mean on top."""
-    within = df.groupby(["unit", "layer", "sublayer", "metric", "prompt"], observed=True)[["clean", "delta"]].mean()
-    means = within.groupby(level=["unit", "layer", "sublayer", "metric"], observed=True).mean()
+    """Mean change of each metric over prompts (each prompt counts once), one line a change; the untouched model's mean on top."""
+    place = [name for name in ("unit", "layer", "sublayer", "span", "head", "expert") if name in df.columns]
+    within = df.groupby([*place, "metric", "prompt"], observed=True)[["clean", "delta"]].mean()
+    means = within.groupby(level=[*place, "metric"], observed=True).mean()
     clean = means.groupby(level="metric", observed=True)["clean"].first()
-    table = _without_constant(means["delta"].unstack("metric"), "sublayer")
+    table = means["delta"].unstack("metric")
+    for level in place[2:]:
+        table = _without_constant(table, level)
     untouched = ", ".join(f"{metric} {value:.4f}" for metric, value in clean.items())
-    return f"untouched model: {untouched}\nwithout the layer (ablated - clean), mean over {_prompts(df)}\n{_table(table)}"
+    return f"untouched model: {untouched}\n{df.method.iloc[0]} (ablated - clean), mean over {_prompts(df)}\n{_table(table)}"
+
+
+def lens_text(df: pd.DataFrame) -> str:
+    """For each prompt and position, one line a layer: the likeliest tokens with their probabilities."""
+    return "\n\n".join(_one_lens(group) for _, group in df.groupby(["prompt", "position"], sort=False))
+
+
+def _one_lens(group: pd.DataFrame) -> str:
+    first = group.iloc[0]
+    head = f"prompt {first.prompt}: {_shortened(str(first.prompt_text))!r}, position {first.position} ({str(first.token)!r})"
+    lines = []
+    for (layer, site), rows in group[group.k >= 0].groupby(["layer", "site"], sort=False, observed=True):
+        tokens = "  ".join(f"{str(row.target_token)!r} {row.probability:.3f}" for row in rows.sort_values("k").itertuples())
+        lines.append(f"  {layer:>3} {site:<10} {tokens}")
+    return "\n".join([head, *lines])
 
 
 def norms_text(df: pd.DataFrame) -> str:

@@ -1,5 +1,6 @@
 """The command line, run as a user runs it; most cases in this process on the model that the session has loaded."""
 
+import io
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ def test_help_is_quick():
 
 
 def test_every_command_has_help(capsys):
-    for command in ("report", "attribute", "ablate", "norms", "card"):
+    for command in ("report", "attribute", "ablate", "lens", "norms", "card"):
         with pytest.raises(SystemExit, match="0"):
             cli.main([command, "--help"])
         assert "--out DIR" in capsys.readouterr().out
@@ -66,6 +67,30 @@ def test_printed_shares_sum_to_the_logit(loaded, capsys):
     assert len(shares) == 6
     assert sum(shares) == pytest.approx(total, abs=5e-4)
     assert total == pytest.approx(logit, abs=2e-4)
+
+
+def test_finer_rows_are_named(loaded, capsys):
+    assert cli.main(["attribute", *EIFFEL, "--by", "neuron", "--top-k", "2", "--top", "4", "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert "L26 neuron 1262" in out or " neuron " in out
+    shares = [float(line.split()[-1]) for line in out.splitlines()[2:]]
+    assert shares[-2] == pytest.approx(shares[-1], abs=2e-4)
+
+
+def test_lens_ends_with_what_the_model_says(loaded, capsys):
+    assert cli.main(["lens", *EIFFEL[:2], "--top-k", "1", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 31
+    assert lines[-1].split()[:3] == ["30", "final", "'"]
+    assert "' Paris'" in lines[-1]
+
+
+def test_heads_by_the_mean_of_a_file(loaded, capsys, tmp_path):
+    (tmp_path / "reference.txt").write_text("Rome is a city\nThe sea is wide\n")
+    options = ["--unit", "head", "--method", "mean", "--reference", str(tmp_path / "reference.txt"), "--layers", "3", "--heads", "0,2"]
+    assert cli.main(["ablate", *EIFFEL, *options, "--metrics", "logit_diff", "--quiet", "--csv"]) == 0
+    df = pd.read_csv(io.StringIO(capsys.readouterr().out), keep_default_na=False)
+    assert df[["unit", "method", "layer", "head"]].values.tolist() == [["head", "mean", 3, 0], ["head", "mean", 3, 2]]
 
 
 def test_csv_on_stdout_is_the_whole_table(loaded, capsys, smollm2):

@@ -1,5 +1,7 @@
 """What the terminal shows, on hand-made tables."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 
 from streamlens import text
@@ -43,10 +45,10 @@ def test_each_logit_has_its_own_block():
 def test_ablation_averages_positions_within_a_prompt_first():
     rows = [(0, 0, 0.0), (0, 1, 3.0), (1, 0, 1.0)]
     df = pd.DataFrame(rows, columns=["prompt", "position", "delta"])
-    df = df.assign(unit="block", layer=2, sublayer=-1, metric="loss", clean=[4.0, 6.0, 1.0])
+    df = df.assign(unit="block", method="mean", layer=2, sublayer=-1, span=1, head=-1, metric="loss", clean=[4.0, 6.0, 1.0])
     lines = text.ablation_text(df).splitlines()
     assert lines[0] == "untouched model: loss 3.0000"
-    assert lines[1].endswith("mean over 2 prompts")
+    assert lines[1] == "mean (ablated - clean), mean over 2 prompts"
     assert lines[-1].split() == ["block", "2", "1.2500"]
 
 
@@ -70,3 +72,31 @@ def test_norms_of_single_tokens_keep_the_first_position():
 
 def test_card_is_one_fact_a_line():
     assert text.card_text(pd.DataFrame({"model": ["m"], "n_layers": [3]})).splitlines() == ["model     m", "n_layers  3"]
+
+
+def test_heads_and_spans_keep_their_columns():
+    rows = [("head", 2, 0, 0.5), ("head", 2, 1, 1.5)]
+    df = pd.DataFrame(rows, columns=["unit", "layer", "head", "delta"])
+    df = df.assign(prompt=0, position=0, method="zero", sublayer=0, span=1, metric="loss", clean=1.0)
+    lines = text.ablation_text(df).splitlines()
+    assert [line.split() for line in lines[-3:]] == [
+        ["unit", "layer", "head", "loss"],
+        ["head", "2", "0", "0.5000"],
+        ["head", "2", "1", "1.5000"],
+    ]
+
+
+def test_lens_is_one_line_a_layer():
+    rows = [(0, "resid_pre", 1, " b", 0.25), (0, "resid_pre", 0, " a", 0.5), (1, "final", 0, " c", 0.75), (1, "final", -1, " d", 0.1)]
+    df = pd.DataFrame(rows, columns=["layer", "site", "k", "target_token", "probability"])
+    df = df.assign(prompt=0, prompt_text="text", position=3, token="x")
+    lines = text.lens_text(df).splitlines()
+    assert lines[0] == "prompt 0: 'text', position 3 ('x')"
+    assert [" ".join(line.split()) for line in lines[1:]] == ["0 resid_pre ' a' 0.500 ' b' 0.250", "1 final ' c' 0.750"]
+
+
+def test_finer_rows_are_named():
+    row = {"layer": 3, "component": "neuron", "sublayer": 0, "head": -1, "neuron": 12}
+    assert text.component_name(SimpleNamespace(**row)) == "L3 neuron 12"
+    row = {"layer": 3, "component": "head", "sublayer": 0, "head": 2, "source": 4, "source_token": " a"}
+    assert text.component_name(SimpleNamespace(**row)) == "L3 head 2 <- ' a' at 4"
