@@ -12,6 +12,7 @@ from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, watche
 from streamlens.checks import CHECKS, check_printed, check_sums
 from streamlens.errors import InputError, choice
 from streamlens.measure import attribution as dla
+from streamlens.measure.experts import ByExpert
 from streamlens.measure.neurons import ByNeuron
 from streamlens.measure.sources import BySource, ByToken
 from streamlens.measure.splits import Split
@@ -42,6 +43,10 @@ def attribute(
 
     `by` puts finer rows in the place of some, under the same sum rule. "neuron": of each MLP and at each readout the `top_k`
     neurons with the largest shares (None: all of them), the rest as one row, and the output bias; mixtures of experts keep their row.
+    "expert": of each mixture the experts that the token was routed to, and the shared ones. "source": of each head the positions that
+    it reads, with the attention weight beside each. "token": the same summed over all heads, so that one row (component "head",
+    layer -1) says what an input token wrote through all heads directly; all other rows stay. "source" at all positions of a long
+    prompt is a table of heads times the square of its length.
 
     `check`: True raises :class:`AdditivityError` where the sum misses the logit by more than the dtype's limit, "warn" warns,
     False does neither, "full" also compares every logit with what the model prints (a hook of yours on the unembedding is seen
@@ -64,8 +69,7 @@ def attribute(
             check_sums(model, parsed, shares[-1], check)
             if check == "full":
                 check_printed(model, parsed, batch, shares[-1])
-    components = dla.components(model.anatomy, split and split.components)
-    df = frames.attribution(shares, components, frames.Labels(model.tokenizer, parsed), split and split.column)
+    df = frames.attribution(shares, shares[0].components, frames.Labels(model.tokenizer, parsed), split and split.column)
     return frames.stamp(df, model, arguments, additivity_error=max(float(s.error.max()) for s in shares))
 
 
@@ -77,4 +81,4 @@ def _split(model: Model, by: str | None, top_k: int | None) -> Split | None:
     return None if by is None else _SPLITS[by](model.module, model.anatomy, top_k)
 
 
-_SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron, "source": BySource, "token": ByToken}
+_SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron, "expert": ByExpert, "source": BySource, "token": ByToken}

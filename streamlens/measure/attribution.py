@@ -6,13 +6,15 @@ sum to the model's own logit. A head keeps its share of the value bias. A split 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
-from streamlens.measure.components import Component, components
+from streamlens.measure.components import Component, components, places
 from streamlens.measure.places import flat_index, with_top
 from streamlens.measure.splits import Split
 from streamlens.measure.table import Shares, Sources, Table
@@ -40,7 +42,7 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
         hidden = readout.forward(batch.ids, batch.mask)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
-        table = Table(anatomy, readouts, unembed.wide, split)
+        table = Table(places(anatomy, split and partial(split.components, tap)), readouts, unembed.wide)
         rounds = _rounds(readouts)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):

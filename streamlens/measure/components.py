@@ -23,9 +23,9 @@ Rows = Callable[[int, Write], tuple[Component, ...] | None]
 """The components that stand in place of a write's own, None for a write that is not split."""
 
 
-def components(anatomy: Anatomy, rows: Rows | None = None) -> tuple[Component, ...]:
+def components(anatomy: Anatomy) -> tuple[Component, ...]:
     """The components that a model has, in the order of the table: embeddings, layers, norms on the stream, unembedding."""
-    return tuple(c for place in places(anatomy, rows).values() for c in place)
+    return tuple(c for place in places(anatomy).values() for c in place)
 
 
 def whole(layer: int, write: Write) -> tuple[Component, ...]:

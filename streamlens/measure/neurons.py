@@ -33,7 +33,7 @@ class ByNeuron(Split):
                 f"{type(module).__name__} has no neurons that can be read: none of its MLPs ends in one linear map (experts: by='expert')"
             )
 
-    def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
+    def components(self, tap: NeuronTap, layer: int, write: Write) -> tuple[Component, ...] | None:
         if (layer, write.leaf) not in self.down:
             return None
         n, d_mlp = self._n(write), width_in(self.module.get_submodule(write.down))

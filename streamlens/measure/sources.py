@@ -30,7 +30,7 @@ class BySource(Split):
             lacks = "has heads that cannot be told apart" if attention else "has no attention heads"
             raise UnsupportedModelError(f"{type(module).__name__} cannot be split by source: it {lacks}")
 
-    def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
+    def components(self, tap: SourceTap, layer: int, write: Write) -> tuple[Component, ...] | None:
         return None
 
     def tap(self, places: Places) -> SourceTap:
@@ -54,7 +54,7 @@ class ByToken(BySource):
         super().__init__(module, anatomy, top_k)
         self.first = next((layer, w.leaf) for layer, w in anatomy.writes() if w.kind == "attn")
 
-    def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
+    def components(self, tap: SourceTap, layer: int, write: Write) -> tuple[Component, ...] | None:
         if write.kind != "attn":
             return None
         return (Component("head"),) if (layer, write.leaf) == self.first else ()

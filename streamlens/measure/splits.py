@@ -34,7 +34,7 @@ class Split:
 
     column: str
 
-    def components(self, layer: int, write: Write) -> tuple[Component, ...] | None:
+    def components(self, tap: Tap, layer: int, write: Write) -> tuple[Component, ...] | None:
         """What the write becomes, () where it adds to the heads before it; None where it stays whole."""
         raise NotImplementedError
 

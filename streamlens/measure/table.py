@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
-from streamlens.measure.components import Component, places
-from streamlens.measure.splits import Part, Split
-from streamlens.models.anatomy import Anatomy
+from streamlens.measure.components import Component
+from streamlens.measure.splits import Part
 from streamlens.prompts import Readouts
 from streamlens.stream.readout import Key
 
@@ -35,15 +34,17 @@ class Shares:
     error: Float64[np.ndarray, " row"]  # |sum - logit| / sum|parts|
     numbers: Int32[np.ndarray, "row component"] | None = None  # which neuron or expert a component is; -1 for neither
     sources: Sources | None = None
+    components: tuple[Component, ...] = ()  # what the columns are about
 
 
 class Table:
-    """Takes what one backward pass after another gives; places that share a column are summed in it."""
+    """Takes what one backward pass after another gives at the places `found`; those that share a column are summed in it."""
 
-    def __init__(self, anatomy: Anatomy, readouts: Readouts, dtype: torch.dtype, split: Split | None):
-        self.columns, n_components = _columns(places(anatomy, split and split.components))
+    def __init__(self, found: dict[Key, tuple[Component, ...]], readouts: Readouts, dtype: torch.dtype):
+        self.components = tuple(component for place in found.values() for component in place)
+        self.columns = _columns(found)
         self.readouts, n = readouts, len(readouts)
-        self.contribution = torch.zeros(n, n_components, dtype=dtype)
+        self.contribution = torch.zeros(n, len(self.components), dtype=dtype)
         self.logit, self.gap = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
         self.numbers: Tensor | None = None
         self.sources: dict[int, Tensor] = {}  # by the first column that they are the parts of
@@ -77,7 +78,7 @@ class Table:
         size = size.clamp_min(1e-300)
         error, gap = (total - logit).abs() / size, float((self.gap / size).max())
         numbers = None if self.numbers is None else self.numbers.numpy()
-        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers, sources), gap
+        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers, sources, self.components), gap
 
     def _sources(self) -> Sources | None:
         if not self.sources:
@@ -90,14 +91,14 @@ class Table:
         return Sources(component, parts, attention)
 
 
-def _columns(found: dict[Key, tuple[Component, ...]]) -> tuple[dict[Key, slice], int]:
-    """The columns of each place, and how many there are; a place without components adds to those of the heads before it."""
+def _columns(found: dict[Key, tuple[Component, ...]]) -> dict[Key, slice]:
+    """The columns of each place; a place without components adds to those of the heads before it."""
     start, columns, heads = 0, {}, slice(0, 0)
     for key, place in found.items():
         columns[key] = slice(start, start + len(place)) if place else heads
         heads = columns[key] if place and place[0].kind == "head" else heads
         start += len(place)
-    return columns, start
+    return columns
 
 
 def _add(table: Tensor, rows: np.ndarray, values: Tensor) -> None:

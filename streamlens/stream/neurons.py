@@ -33,11 +33,12 @@ class NeuronTap(Tap):
 
     def _see(self, at: Place, named: dict) -> None:
         if at in self._leaf:
-            self._post[self._leaf[at]] = self.places.keep(next(v for v in named.values() if isinstance(v, Tensor)))
+            x = next(v for v in named.values() if isinstance(v, Tensor))
+            self._post[self._leaf[at]] = self.places.keep(x.reshape(-1, x.shape[-1]))
 
     def shares(self, place: Place, g: Float[Tensor, "row d_model"], at: Int[Tensor, " row"]) -> Float[Tensor, "row d_mlp"]:
         """Each neuron's share, `g` being the direction in which the MLP's output is read at the positions `at`."""
-        post = self.places.rows(self._post[place], at).to(g.dtype)
+        post = self._post[place][self.places.index(at)].to(g.dtype)
         return pulled_through(self.module.get_submodule(self.down[place]), g, post).mul_(post)
 
     def bias_share(self, place: Place, g: Float[Tensor, "row d_model"]) -> Float[Tensor, " row"] | None:

@@ -120,7 +120,7 @@ class Run:
     def on_input(self, path: str, hook: InputHook) -> None:
         """`hook(layer, named arguments)` before the module runs; it may return the arguments changed."""
         module = self.module.get_submodule(path)
-        self._handles.append(module.register_forward_pre_hook(partial(self._before, hook, _parameters(type(module))), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(partial(self._before, hook, parameter_names(type(module))), with_kwargs=True))
 
     def on_output(self, path: str, hook: OutputHook) -> None:
         """`hook(layer, output, first input)` after the module ran; a tensor that it returns takes the output's place."""
@@ -195,7 +195,7 @@ class Run:
         self.layer, self.inside, self._shape = -1, False, tuple(ids.shape)
         device = self.module.get_input_embeddings().weight.device
         kwargs: dict[str, Any] = {"input_ids": ids.to(device)}
-        accepted = _parameters(type(self.module))
+        accepted = parameter_names(type(self.module))
         # A mask of ones changes nothing but costs the fast causal path of scaled_dot_product_attention.
         if mask is not None and not bool(mask.all()) and "attention_mask" in accepted:
             kwargs["attention_mask"] = mask.to(device).long()
@@ -250,6 +250,6 @@ def with_first(output: Any, tensor: Tensor | None) -> Any:
 
 
 @cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
     """Names of the positional parameters of a module's forward."""
     return tuple(p for p in inspect.signature(kind.forward).parameters if p != "self")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.attention import eager_attention, replaced_attention
-from streamlens.models.norms import NormForm, fit, looks_like_norm
+from streamlens.stream.inner_norms import freeze_inside
 from streamlens.stream.patterns import by_value, pattern_at
-from streamlens.stream.readout import FrozenNorm, Key
+from streamlens.stream.readout import Key
 from streamlens.stream.run import Run
 from streamlens.stream.tap import Places, Tap
 
@@ -43,17 +43,13 @@ class SourceTap(Tap):
         self.module = module
         self._calls: dict[tuple[int, str], list[_Attention]] = {}  # by layer and sublayer, as they end
         self._found: dict[Key, _Attention] = {}
-        self._forms: dict[nn.Module, NormForm | None] = {}
 
     def plant(self, run: Run, anatomy: Anatomy) -> None:
         self._writes = {(layer, "write", w.leaf): w for layer, w in anatomy.writes() if w.kind == "attn"}
         readers = dict.fromkeys(w.reader for w in self._writes.values())
         self._reader_of = {part: path for path in readers for part in self.module.get_submodule(path).modules()}
         run.within(replaced_attention(self.module, partial(self._attend, run)))
-        for path in readers:
-            for name, part in self.module.get_submodule(path).named_modules(prefix=path):
-                if looks_like_norm(part):
-                    run.replace(name, partial(self._norm, part))
+        freeze_inside(run, self.module, readers)
 
     def close(self) -> None:
         self._calls.clear()
@@ -111,21 +107,6 @@ class SourceTap(Tap):
         call = _Attention(leaf, value.detach(), torch.cat(rows).detach())
         self._calls.setdefault((run.now, self._reader_of[part]), []).append(call)
         return leaf.clone(), pattern
-
-    def _norm(self, part: nn.Module, original: Callable[..., Tensor], *args, **kwargs):
-        """A norm inside the sublayer: frozen where it acts on attention's output, as it is where it acts on what attention reads."""
-        x = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
-        if x is None or not x.requires_grad:
-            return original(*args, **kwargs)
-        if part not in self._forms:
-            self._forms[part] = fit(part, x.shape[-1], x.dtype, x.device)
-        if self._forms[part] is None:
-            raise UnsupportedModelError(
-                f"{type(self.module).__name__} cannot be split by source: {type(part).__name__} is no norm that is known"
-            )
-        with torch.no_grad():
-            out = original(*args, **kwargs)
-        return FrozenNorm.apply(x, out, self._forms[part], lambda g: None)
 
 
 def _of_prompt(prompt: int, n_prompts: int, x: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy
@@ -26,14 +26,13 @@ class Places:
         """Whether so many are read that a copy of them would be no smaller than the tensor itself."""
         return 2 * len(self.flat) >= self.total
 
-    def keep(self, x: Float[Tensor, "*token width"]) -> Float[Tensor, "kept width"]:
-        """What is kept of a tensor with a vector at each position."""
-        x = x.detach().reshape(-1, x.shape[-1])
-        return x if self.all else x[self.flat.to(x.device)]
+    def keep(self, x: Shaped[Tensor, "token ..."]) -> Shaped[Tensor, "kept ..."]:
+        """What is kept of a tensor with something at each position."""
+        return x.detach() if self.all else x.detach()[self.flat.to(x.device)]
 
-    def rows(self, kept: Float[Tensor, kept * width], at: Int[Tensor, " row"]) -> Float[Tensor, row * width]:
-        """The kept vectors at the positions `at`."""
-        return kept[at if self.all else torch.searchsorted(self.flat.to(at.device), at)]
+    def index(self, at: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
+        """Where in what is kept the positions `at` stand."""
+        return at if self.all else torch.searchsorted(self.flat.to(at.device), at)
 
     def by_prompt(self, n_pos: int, device: torch.device) -> Iterator[tuple[int, Int[Tensor, " row"]]]:
         """Each prompt of the batch that is read, and its positions."""
