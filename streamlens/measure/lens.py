@@ -5,7 +5,7 @@ nostalgebraist 2020 for the method. Streams are kept at the rows that are read; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,9 @@ from streamlens.stream.unembed import Unembed, largest
 
 SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "final")
 NORMS = ("recomputed", "frozen")
+
+SCRATCH_ELEMENTS = 2**20
+"""Elements of what is made of the logits on the way to a sum: few enough to stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,12 @@ class _Reader:
     def read(self, hidden: Float[Tensor, "row width"]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         """(id, rank, logit, probability) `[row, k]` of the top, and (rank, logit, probability) `[target]`."""
         top, target = [], [np.empty(len(self.target), dtype=dtype) for dtype in (np.int64, np.float64, np.float64)]
-        for chunk in self.unembed.chunks(len(hidden)):
-            logits = self.unembed.logits(hidden[chunk])
+        for chunk, logits in self.unembed.each_logits(hidden):
             values, ids = largest(logits, max(self.top_k, 1))
-            scratch = torch.sub(logits, values[:, :1])
-            log_normalizer = values[:, 0] + scratch.exp_().sum(-1).log_()
+            log_normalizer = values[:, 0] + _over_vocab(logits, values[:, 0], lambda z, top, out: torch.sub(z, top, out=out).exp_()).log_()
             top.append(_top(values, ids, log_normalizer, self.top_k))
             for which, rows, tokens in self._turns(chunk, hidden.device):
-                found = _targets(logits, rows, tokens, log_normalizer, scratch)
+                found = _targets(logits, rows, tokens, log_normalizer)
                 for column, value in zip(target, found, strict=True):
                     column[which] = value.cpu().numpy()
         return tuple(np.concatenate(parts) for parts in zip(*top, strict=True)), tuple(target)
@@ -149,12 +150,19 @@ def _targets(
     rows: Int[Tensor, " row"],
     tokens: Int[Tensor, " row"],
     log_normalizer: Float[Tensor, " chunk"],
-    scratch: Float[Tensor, "chunk vocab"],
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """(rank, logit, probability); `scratch` is overwritten."""
+    """(rank, logit, probability)."""
     value = logits[rows, tokens]
-    if len(rows) < len(logits):
-        logits, scratch = logits[rows], scratch[: len(rows)]
     # Counted in floats, exact up to 2^24 tokens: a sum of truth values takes six times as long.
-    rank = torch.gt(logits, value[:, None], out=scratch).sum(-1).long()
-    return rank, value, (value - log_normalizer[rows]).exp()
+    rank = _over_vocab(logits if len(rows) == len(logits) else logits[rows], value, lambda z, v, out: torch.gt(z, v, out=out))
+    return rank.long(), value, (value - log_normalizer[rows]).exp()
+
+
+def _over_vocab(
+    logits: Float[Tensor, "row vocab"], against: Float[Tensor, " row"], make: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Float[Tensor, " row"]:
+    """The sum over the vocabulary of what `make` makes of logits and a number a row, a few rows at a time in memory that is reused."""
+    n = max(1, SCRATCH_ELEMENTS // logits.shape[-1])
+    scratch = logits.new_empty(min(n, len(logits)), logits.shape[-1])
+    groups = zip(logits.split(n), against[:, None].split(n), strict=True)
+    return torch.cat([make(z, a, scratch[: len(z)]).sum(-1) for z, a in groups])

@@ -87,15 +87,36 @@ class Unembed:
         """All printed logits of the given rows."""
         return apply_map(self.module(hidden).to(self.wide), self.logit_map)
 
-    def chunks(self, n_rows: int) -> Iterator[slice]:
-        """Slices of rows whose full logits are at most :data:`CHUNK_ELEMENTS`, or of :data:`CHUNK_ROWS` rows."""
-        size = max(CHUNK_ROWS, CHUNK_ELEMENTS // self.n_vocab)
+    @torch.no_grad()
+    def each_logits(self, hidden: Float[Tensor, "row d_model"]) -> Iterator[tuple[slice, Float[Tensor, "chunk vocab"]]]:
+        """All printed logits, two chunks of rows at a time; they are written over the ones before them where that is possible."""
+        buffer = None
+        for rows in self.chunks(len(hidden), times=2):  # nothing else of this size is held beside them
+            if not self._is_plain:
+                yield rows, self.logits(hidden[rows])
+                continue
+            # A fresh allocation of this size costs a sixth of the product that fills it.
+            buffer = hidden.new_empty(rows.stop - rows.start, self.n_vocab) if buffer is None else buffer
+            out, bias = buffer[: rows.stop - rows.start], self.module.bias
+            table = self.module.weight.T
+            torch.mm(hidden[rows], table, out=out) if bias is None else torch.addmm(bias, hidden[rows], table, out=out)
+            yield rows, apply_map(out, self.logit_map)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the unembedding is its weights and nothing else: no adapter, no hook, no other dtype than that of the sums."""
+        touched = self.module._forward_hooks or self.module._forward_pre_hooks or "forward" in vars(self.module)
+        return type(self.module) is nn.Linear and not touched and self.module.weight.dtype == self.wide
+
+    def chunks(self, n_rows: int, times: int = 1) -> Iterator[slice]:
+        """Slices of rows whose full logits are at most :data:`CHUNK_ELEMENTS`, or of :data:`CHUNK_ROWS` rows; or so many times that."""
+        size = times * max(CHUNK_ROWS, CHUNK_ELEMENTS // self.n_vocab)
         return (slice(start, min(start + size, n_rows)) for start in range(0, n_rows, size))
 
     @torch.no_grad()
     def top(self, hidden: Float[Tensor, "row d_model"], k: int = 1) -> Int[Tensor, "row k"]:
         """The `k` likeliest tokens of each row, the likeliest first."""
-        return torch.cat([largest(self.logits(hidden[rows]), k)[1] for rows in self.chunks(len(hidden))])
+        return torch.cat([largest(logits, k)[1] for _, logits in self.each_logits(hidden)])
 
     def _rows(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids.to(table.device)].to(self.wide)
