@@ -98,6 +98,7 @@ ATTRIBUTION = Table("attribution", (
     _value("attention", "probability", "attention weight from position to source; null for a row without source", optional=True),
     _value("contribution", "logits", "this component's share of the logit; a group's shares sum to it"),
     _value("logit", "logits", "the model's own logit, or difference of logits, of the group"),
+    _value("log_probability", "nats", "of target, with scale='logprob': `logit` is then this plus the entropy of p", optional=True),
 ), "attribute")  # fmt: skip
 
 ABLATION = Table("ablation", (

@@ -17,8 +17,9 @@ from streamlens.measure.neurons import ByNeuron
 from streamlens.measure.sources import BySource, ByToken
 from streamlens.measure.splits import Split
 from streamlens.models.loaded import Model
-from streamlens.prompts import readouts
+from streamlens.prompts import NONE, readouts
 from streamlens.prompts.plain import is_index
+from streamlens.stream.unembed import SCALES
 
 
 def attribute(
@@ -30,6 +31,7 @@ def attribute(
     *,
     by: str | None = None,
     top_k: int | None = 10,
+    scale: str = "logit",
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
@@ -48,6 +50,11 @@ def attribute(
     layer -1) says what an input token wrote through all heads directly; all other rows stay. "source" at all positions of a long
     prompt is a table of heads times the square of its length.
 
+    `scale="logprob"` linearises the softmax (and a cap) at the clean run, in nats: a row is what its component's write does to the log
+    of the target's probability to first order, its direction W_U[target] less the mean of W_U under p. Rows do not sum to the
+    log-probability but to `logit`: here the log-probability (a column of its own) plus the entropy of p, by how much the target is
+    likelier than a token drawn from the model on average. `versus` must be None: of a difference, the softmax cancels.
+
     `check`: True raises :class:`AdditivityError` where the sum misses the logit by more than the dtype's limit, "warn" warns,
     False does neither, "full" also compares every logit with what the model prints (a hook of yours on the unembedding is seen
     only there). Raises :class:`InputError` for bad input and :class:`UnsupportedModelError` where the model has nothing that `by` splits.
@@ -55,17 +62,20 @@ def attribute(
     Method: Elhage et al. 2021 (direct logit attribution), McGrath et al. 2023, eq. 7-10 (frozen norms).
     """
     opened(model)
-    arguments = {"target": target, "versus": versus, "positions": positions, "by": by, "top_k": top_k}
+    arguments = {"target": target, "versus": versus, "positions": positions, "by": by, "top_k": top_k, "scale": scale}
     arguments |= {"max_tokens": max_tokens, "check": check}
     choice("check", check, CHECKS)
+    choice("scale", scale, SCALES)
     split = _split(model, by, top_k)
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
+    if scale == "logprob" and (wanted.versus != NONE).any():
+        raise InputError("versus must be None with scale='logprob': a difference of log-probabilities is the difference of logits")
     shares = []
     for batch in watched(batched(model, parsed, max_tokens), progress, "attribute"):
         chosen = wanted.take(np.isin(wanted.prompt, batch.index))
         if len(chosen):
-            shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen, split))
+            shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen, split, scale))
             check_sums(model, parsed, shares[-1], check)
             if check == "full":
                 check_printed(model, parsed, batch, shares[-1])

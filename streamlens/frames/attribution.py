@@ -20,6 +20,8 @@ def attribution(shares: Sequence[Shares], components: Sequence[Component], label
     """
     parts = {name: np.concatenate([getattr(s.readouts, name) for s in shares]) for name in ("prompt", "position", "target", "versus")}
     parts["logit"] = np.concatenate([s.logit for s in shares])
+    if shares[0].entropy is not None:
+        parts["log_probability"] = parts["logit"] - np.concatenate([s.entropy for s in shares])
     n, which, columns = by_source(shares) if number == "source" else _by_component(shares, number)
     if len(shares) > 1:
         order = np.lexsort((np.arange(len(parts["logit"])), parts["position"], parts["prompt"]))
@@ -27,7 +29,7 @@ def attribution(shares: Sequence[Shares], components: Sequence[Component], label
         parts, columns = {name: v[order] for name, v in parts.items()}, {name: v[moved] for name, v in columns.items()}
         n, which = (n, which) if isinstance(n, int) else (n[order], which[moved])
     groups = place_columns(labels, parts["prompt"], parts["position"]) | target_columns(labels, parts["target"], parts["versus"])
-    groups["logit"] = parts["logit"]
+    groups |= {name: parts[name] for name in ("logit", "log_probability") if name in parts}
     columns |= {name: repeat(values, n) for name, values in groups.items()} | component_columns(components, which)
     if number == "source":
         columns["source_token"] = labels.at(columns["prompt"], columns["source"])

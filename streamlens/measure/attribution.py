@@ -25,17 +25,19 @@ from streamlens.prompts import MEAN, NONE, Readouts, TokenBatch
 from streamlens.stream.readout import Key, Readout
 from streamlens.stream.run import Run
 from streamlens.stream.tap import Places
-from streamlens.stream.unembed import Unembed
+from streamlens.stream.unembed import SCALES, Tangent, Unembed
 
 __all__ = ["Component", "Shares", "Sources", "attribute_batch", "components", "printed_error"]
 
 
-def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts, split: Split | None = None) -> Shares:
-    """Contributions of every component to the logits in `readouts`, whose prompts are all in `batch`.
+def attribute_batch(
+    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, readouts: Readouts, split: Split | None = None, scale: str = "logit"
+) -> Shares:
+    """Contributions of every component to the logits in `readouts`, whose prompts are all in `batch`; `scale` as in `attribute`.
 
     Raises :class:`UnsupportedModelError` where the parts that `split` finds miss the row that they stand for.
     """
-    unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+    unembed = SCALES[scale](module.get_submodule(anatomy.unembed), anatomy.logits)
     read = np.unique(flat_index(batch, readouts.prompt, readouts.position))
     tap = None if split is None else split.tap(Places(torch.from_numpy(read), batch.ids.numel()))
     with Readout(module, anatomy, tap) as readout:
@@ -58,7 +60,7 @@ def attribute_batch(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, read
 
 @torch.no_grad()
 def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares: Shares) -> Float64[np.ndarray, " row"]:
-    """|logit - what the model prints| of every row, over the largest printed logit of the batch."""
+    """|logit (or log-probability) - what the model prints| of every row, over the largest printed logit of the batch."""
     r = shares.readouts
     with Run.of(module, anatomy) as run:
         _, logits = run.logits(batch.ids, batch.mask)
@@ -67,6 +69,8 @@ def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, shares
     minus = torch.where(versus == MEAN, rows.mean(-1), rows.gather(-1, versus.clamp_min(0)[:, None])[:, 0])
     minus = torch.where(versus == NONE, 0.0, minus)
     printed = rows.gather(-1, target[:, None])[:, 0] - minus
+    if shares.entropy is not None:
+        printed = rows.log_softmax(-1).gather(-1, target[:, None])[:, 0] + torch.from_numpy(shares.entropy)
     return ((printed - torch.from_numpy(shares.logit)).abs() / rows.abs().max()).numpy()
 
 
@@ -84,7 +88,9 @@ def _pull(
     """One backward pass: the contributions to at most one logit a (prompt, position)."""
     device, chosen = hidden.device, table.readouts.take(rows)
     flat, target, versus = flat.to(device), torch.from_numpy(chosen.target).to(device), torch.from_numpy(chosen.versus).to(device)
-    read = unembed.direction(target, versus).to(device)
+    stream = hidden.detach().reshape(-1, hidden.shape[-1])[flat].to(unembed.wide)
+    reader = unembed.at(stream, target)
+    read = reader.direction(target, versus).to(device)
     start = torch.zeros(hidden.shape, dtype=hidden.dtype, device=device)
     start.view(-1, hidden.shape[-1])[flat] = read.to(hidden.dtype)
     dense, heads = 2 * len(flat) >= start[..., 0].numel(), {(i, "write", w.leaf): w.n_heads for i, w in readout.anatomy.writes()}
@@ -102,20 +108,20 @@ def _pull(
             by_head = (max(heads.get(key, 0), 1), -1)
             shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), direction.unflatten(-1, by_head))
         shares = shares[at] if dense else shares
-        part = None if split is None else split.part(readout.tap, key, g, at, shares)
+        part = None if split is None or value is None else split.part(readout.tap, key, g, at, shares)
         if part is None:
             table.put(key, rows, shares)
         else:
             table.put_part(key, rows, part)
 
     readout.pull(hidden, start, sink, last=last)
-    stream = hidden.detach().reshape(-1, hidden.shape[-1])[flat].to(unembed.wide)
-    bias = unembed.bias(target, versus)
-    bend = unembed.softcap(stream, target, versus)
+    bias, bend = reader.bias(target, versus), reader.softcap(stream, target, versus)
     for key, values in (((-1, "unembed_bias", ""), bias), ((-1, "softcap", ""), bend)):
         if key in table.columns:
             table.put(key, rows, values)
     table.logit[torch.from_numpy(rows)] = ((stream * read).sum(-1) + bias + bend).cpu()
+    if isinstance(reader, Tangent):
+        table.entropy[torch.from_numpy(rows)] = reader.entropy.cpu()
 
 
 def _constants(readout: Readout, wide: torch.dtype) -> dict[Key, Tensor]:

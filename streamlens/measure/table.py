@@ -35,6 +35,7 @@ class Shares:
     numbers: Int32[np.ndarray, "row component"] | None = None  # which neuron or expert a component is; -1 for neither
     sources: Sources | None = None
     components: tuple[Component, ...] = ()  # what the columns are about
+    entropy: Float64[np.ndarray, " row"] | None = None  # by which `logit` is above the log-probability, where that is read
 
 
 class Table:
@@ -46,6 +47,7 @@ class Table:
         self.readouts, n = readouts, len(readouts)
         self.contribution = torch.zeros(n, len(self.components), dtype=dtype)
         self.logit, self.gap = torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+        self.entropy = torch.full((n,), torch.nan, dtype=dtype)
         self.numbers: Tensor | None = None
         self.sources: dict[int, Tensor] = {}  # by the first column that they are the parts of
         self.attention: dict[int, Tensor] = {}
@@ -78,7 +80,8 @@ class Table:
         size = size.clamp_min(1e-300)
         error, gap = (total - logit).abs() / size, float((self.gap / size).max())
         numbers = None if self.numbers is None else self.numbers.numpy()
-        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers, sources, self.components), gap
+        entropy = None if self.entropy.isnan().all() else self.entropy.double().numpy()
+        return Shares(self.readouts, contribution.numpy(), logit.numpy(), error.numpy(), numbers, sources, self.components, entropy), gap
 
     def _sources(self) -> Sources | None:
         if not self.sources:

@@ -38,6 +38,10 @@ class Unembed:
     def n_vocab(self) -> int:
         return self.module.weight.shape[0]
 
+    def at(self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"]) -> Unembed | Tangent:
+        """What reads these rows at these targets; a logit is read in the same way everywhere."""
+        return self
+
     def direction(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
         """What a stream entering the unembedding is multiplied with: W_U[target] - W_U[versus], times the multiplier."""
         rows = self._rows(self.module.weight, target)
@@ -120,6 +124,65 @@ class Unembed:
 
     def _rows(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids.to(table.device)].to(self.wide)
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """How some rows are read, each at its own target."""
+
+    read: Float[Tensor, "row d_model"]
+    constant: Float[Tensor, " row"]
+    bend: Float[Tensor, " row"]
+    entropy: Float[Tensor, " row"]  # nats
+
+    def direction(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
+        return self.read
+
+    def bias(self, target: Int[Tensor, " row"], versus: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
+        return self.constant
+
+    def softcap(
+        self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"], versus: Int[Tensor, " row"]
+    ) -> Float[Tensor, " row"]:
+        return self.bend
+
+
+@dataclass(frozen=True)
+class LogProbability(Unembed):
+    """Log-probabilities with softmax and cap linearised where the clean run stands: the target's logit less the mean logit under p.
+
+    Their direction is the gradient of log p(target); what they read of a row is log p(target) plus the entropy of p, in nats.
+    """
+
+    @torch.no_grad()
+    def at(self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"]) -> Tangent:
+        parts = [self._tangent(hidden[rows], target[rows]) for rows in self.chunks(len(hidden))]
+        return Tangent(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _tangent(self, hidden: Float[Tensor, "row d_model"], target: Int[Tensor, " row"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weight, bias, cap = self.module.weight, bias_of(self.module), self.logit_map.cap
+        straight = self.module(hidden.to(weight.dtype)).to(self.wide) * self.logit_map.multiplier
+        logits = straight if cap is None else capped(straight, cap)
+        log_p = logits.log_softmax(-1)
+        p, row = log_p.exp(), torch.arange(len(hidden), device=hidden.device)
+        steep = torch.ones_like(p) if cap is None else 1 - (logits / cap).square()
+        pull = -p * steep  # how much of each token's row is read: the target's own less all of them as they are expected
+        pull[row, target] += steep[row, target]
+        read = _product(pull, weight) * self.logit_map.multiplier
+        constant = torch.zeros_like(p[:, 0]) if bias is None else pull @ bias.to(self.wide) * self.logit_map.multiplier
+        bend = logits[row, target] - (p * logits).sum(-1) - (pull * straight).sum(-1)
+        return read, constant, bend if cap is not None else torch.zeros_like(bend), -(p * log_p).sum(-1)
+
+
+SCALES = {"logit": Unembed, "logprob": LogProbability}
+
+
+def _product(rows: Float[Tensor, "row vocab"], weight: Float[Tensor, "vocab d_model"]) -> Float[Tensor, "row d_model"]:
+    """rows @ weight in the dtype of the rows, without a whole vocabulary in it where the weight's own is narrower."""
+    if weight.dtype == rows.dtype:
+        return rows @ weight
+    size = max(1, CHUNK_ELEMENTS // weight.shape[1])
+    return sum(part @ block.to(rows.dtype) for part, block in zip(rows.split(size, 1), weight.split(size), strict=True))
 
 
 def largest(logits: Float[Tensor, "row vocab"], k: int) -> tuple[Float[Tensor, "row k"], Int[Tensor, "row k"]]:
