@@ -24,11 +24,12 @@ from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import Component, attribute_batch, components
 from streamlens.models.anatomy import Anatomy, Layer
 from streamlens.prompts import Readouts, TokenBatch
+from streamlens.stream import changes
 from streamlens.stream.changes import places
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
-from tests import slowgrowth, zoo
+from tests import hooked, slowgrowth, zoo
 
 SUM, MOVED, HEADS, REPLAY, STREAM, PRINTED, ALIGNED = 5e-6, 2e-5, 1e-5, 2e-5, 1e-5, 2e-5, 5e-6
 """Limits: the first two relative to sum|parts|, the others to the largest value that is compared."""
@@ -286,17 +287,47 @@ def _readouts(ids: Tensor, n_vocab: int) -> Readouts:
 def test_replays_in_both_orders_are_hooked_forward_passes(case):
     n = case.anatomy.n_layers
     ids, mask = _padded()
-    changes: list[int | tuple[int, int]] = sorted({0, n // 2, n - 1})
-    changes += [(n // 2, i) for i in range(len(case.anatomy.layers[n // 2].adds))]
-    truth = {change: _removed_by_hooks(case, change, ids, mask) for change in changes}
+    removals: list[int | tuple[int, int]] = sorted({0, n // 2, n - 1})
+    removals += [(n // 2, i) for i in range(len(case.anatomy.layers[n // 2].adds))]
+    truth = {change: _removed_by_hooks(case, change, ids, mask) for change in removals}
     unembed = Unembed(case.module.get_submodule(case.anatomy.unembed), case.anatomy.logits)
     with Replay(case.module, case.anatomy) as replay:
         replay.record(ids, mask)
-        for change in (*changes, *reversed(changes)):
+        for change in (*removals, *reversed(removals)):
             layer, add = change if isinstance(change, tuple) else (change, None)
             hidden = replay.without_blocks({layer}) if add is None else replay.without_write(layer, case.anatomy.layers[layer].adds[add])
             logits = unembed.logits(hidden[mask])
             assert float((logits - truth[change]).abs().max() / truth[change].abs().max()) <= REPLAY, f"without {change}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])  # four: as many prompts as heads
+def test_changes_batched_or_not_are_hooked_forward_passes(case, size):
+    ids, mask = (x.repeat(size // 2, 1) for x in _padded())
+    made = list(_changes(case.anatomy, ids.shape, range(case.anatomy.n_layers) if size > 2 else (1,)))
+    unembed = Unembed(case.module.get_submodule(case.anatomy.unembed), case.anatomy.logits)
+    with Replay(case.module, case.anatomy) as replay:
+        replay.record(ids, mask, attention=True)
+        alone = [replay.changed(*variant) for variant in reversed(made)][::-1]
+        batched = torch.cat([replay.each(made[i : i + 5]) for i in range(0, len(made), 5)])
+    for variant, *replayed in zip(made, alone, batched, strict=True):
+        truth = hooked.logits(case.model, variant, ids, mask)[mask]
+        for hidden in replayed:
+            gap = float((unembed.logits(hidden[mask]) - truth).abs().max() / truth.abs().max())
+            assert gap <= 1e-5, f"{gap:.2g} off under {variant}"
+
+
+def _changes(anatomy: Anatomy, shape: torch.Size, layers) -> Iterator[tuple[changes.Change, ...]]:
+    """Heads, writes and blocks: zero, other values, some positions."""
+    generator, late = torch.Generator().manual_seed(3), torch.arange(shape[1]).expand(shape) > 1
+    for layer in layers:
+        value = torch.randn(*shape, anatomy.d_model, generator=generator)
+        yield (changes.block(anatomy, layer, value, late),)
+        for add in anatomy.layers[layer].adds:
+            yield changes.write(layer, add, [value] * len(changes.places(add)), late)
+        for write in (w for w in anatomy.layers[layer].writes if w.n_heads):
+            yield (changes.head(layer, write, 0),)
+            yield (changes.head(layer, write, write.n_heads - 1, torch.randn(1, 1, write.d_head, generator=generator), late),)
 
 
 def _padded() -> tuple[Tensor, Tensor]:
