@@ -26,7 +26,7 @@ READOUTS = Readouts(ints(0, 0), ints(0, 1), ints(1, 2), ints(-1, -1))
         lambda: Clean(torch.zeros(3)),
         lambda: Clean(torch.zeros(3, 4, dtype=torch.long)),
         lambda: loss(torch.zeros(3, 4), torch.zeros(3), torch.zeros(2, dtype=torch.long)),
-        lambda: target_metrics(torch.zeros(3, 4), *(torch.zeros(n, dtype=torch.long) for n in (2, 2, 3)), ("target_logit",)),
+        lambda: target_metrics(Clean(torch.zeros(3, 4)), *(torch.zeros(n, dtype=torch.long) for n in (2, 2, 3)), ("target_logit",)),
         lambda: Shares(READOUTS, np.zeros((2, 3)), np.zeros(3), np.zeros(2)),
         lambda: Shares(READOUTS, np.zeros((2, 3), dtype=np.float32), np.zeros(2), np.zeros(2)),
         lambda: Readouts(ints(0), ints(0, 1), ints(1), ints(-1)),

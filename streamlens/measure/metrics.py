@@ -29,13 +29,25 @@ Metric = str | Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Logits:
-    """One run's logits at some rows, with what several metrics share."""
+    """One run's logits at some rows, with what several metrics share; `scratch` is room for as many numbers, used again and again."""
 
     logits: Float[Tensor, "row vocab"]
+    scratch: Tensor | None = None
+
+    @property
+    def room(self) -> Float[Tensor, "row vocab"]:
+        """Room for one number a logit, until the next time."""
+        return torch.empty_like(self.logits) if self.scratch is None else self.scratch[: len(self.logits)]
+
+    @cached_property
+    def _largest(self) -> tuple[Tensor, Tensor]:
+        return tuple(self.logits.max(-1))
 
     @cached_property
     def log_normalizer(self) -> Float[Tensor, " row"]:
-        return self.logits.logsumexp(-1)
+        # One pass finds the maximum for this and for the top token.
+        largest = self._largest[0]
+        return torch.sub(self.logits, largest[:, None], out=self.room).exp_().sum(-1).log() + largest
 
     @cached_property
     def probabilities(self) -> Float[Tensor, "row vocab"]:
@@ -43,7 +55,7 @@ class Logits:
 
     @cached_property
     def top(self) -> Int[Tensor, " row"]:
-        return self.logits.argmax(-1)
+        return self._largest[1]
 
 
 Clean = Logits
@@ -67,11 +79,12 @@ def loss(
     return torch.where(following < 0, torch.nan, value)
 
 
-def kl(clean: Clean, logits: Float[Tensor, "row vocab"], log_normalizer: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+def kl(clean: Clean, changed: Logits) -> Float[Tensor, " row"]:
     """KL(clean || changed) over the vocabulary."""
     # As a mean of differences: the difference of two means would lose what the two distributions share.
-    shift = torch.linalg.vecdot(clean.probabilities, clean.logits - logits)
-    return shift + (log_normalizer - clean.log_normalizer)
+    normalizers = changed.log_normalizer - clean.log_normalizer
+    shift = torch.linalg.vecdot(clean.probabilities, torch.sub(clean.logits, changed.logits, out=changed.room))
+    return shift + normalizers
 
 
 def js(clean: Clean, changed: Logits) -> Float[Tensor, " row"]:
@@ -88,12 +101,12 @@ def target_rank(logits: Float[Tensor, "row vocab"], target: Int[Tensor, " row"])
     return (logits > logits.gather(-1, target[:, None])).sum(-1).to(logits.dtype)
 
 
-def position_metrics(clean: Clean, logits: Tensor, following: Tensor, wanted: tuple[Metric, ...]) -> dict[str, Float[Tensor, " row"]]:
+def position_metrics(clean: Clean, changed: Logits, following: Tensor, wanted: tuple[Metric, ...]) -> dict[str, Float[Tensor, " row"]]:
     """The metrics that need no target, of one changed run. Raises InputError for a function that does not give one value a row."""
-    changed = Logits(logits)
+    logits = changed.logits
     makers: dict[str, Callable[[], Tensor]] = {
         "loss": lambda: loss(logits, changed.log_normalizer, following),
-        "kl": lambda: kl(clean, logits, changed.log_normalizer),
+        "kl": lambda: kl(clean, changed),
         "js": lambda: js(clean, changed),
         "top1_agree": lambda: (changed.top == clean.top).to(logits.dtype),
         "l2": lambda: torch.linalg.vector_norm(clean.probabilities - changed.probabilities, dim=-1),
@@ -112,13 +125,14 @@ def clean_position_metrics(clean: Clean, following: Tensor, wanted: tuple[Metric
 
 
 def target_metrics(
-    logits: Float[Tensor, "row vocab"],
+    run: Logits,
     rows: Int[Tensor, " target"],
     target: Int[Tensor, " target"],
     versus: Int[Tensor, " target"],
     wanted: tuple[Metric, ...],
 ) -> dict[str, Float[Tensor, " target"]]:
     """The metrics of targets read at `rows`, of one run; logit_diff is nan where there is no versus (-1), against the mean logit at -2."""
+    logits = run.logits
 
     def difference() -> Tensor:
         minus = logits[rows, versus.clamp_min(0)]
@@ -128,7 +142,7 @@ def target_metrics(
 
     makers: dict[str, Callable[[], Tensor]] = {
         "target_logit": lambda: logits[rows, target],
-        "target_logprob": lambda: logits[rows, target] - logits.logsumexp(-1)[rows],
+        "target_logprob": lambda: logits[rows, target] - run.log_normalizer[rows],
         "logit_diff": difference,
         "target_rank": lambda: target_rank(logits[rows], target),
     }

@@ -68,15 +68,17 @@ class Table:
 @torch.no_grad()
 def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Table, wanted: tuple[Metric, ...]) -> None:
     """Fill a table, one entry of `hidden` a change, chunk by chunk of rows: the clean logits are made once, and only a chunk is held."""
+    scratch = None
     for chunk in unembed.chunks(len(clean)):
         base = Logits(unembed.logits(clean[chunk]))
+        scratch = torch.empty_like(base.logits) if scratch is None else scratch
         view = _Chunk(rows, chunk, clean.device)
         view.put(table.at_position, view.place, m.clean_position_metrics(base, view.following, wanted))
-        view.put(table.at_target, view.target, m.target_metrics(base.logits, *view.targets, wanted))
+        view.put(table.at_target, view.target, m.target_metrics(base, *view.targets, wanted))
         for number, changed in enumerate(hidden):
-            logits = unembed.logits(changed[chunk])
-            view.put(table.at_position, view.place, m.position_metrics(base, logits, view.following, wanted), number)
-            view.put(table.at_target, view.target, m.target_metrics(logits, *view.targets, wanted), number)
+            run = Logits(unembed.logits(changed[chunk]), scratch)
+            view.put(table.at_position, view.place, m.position_metrics(base, run, view.following, wanted), number)
+            view.put(table.at_target, view.target, m.target_metrics(run, *view.targets, wanted), number)
 
 
 class _Chunk:

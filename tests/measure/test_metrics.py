@@ -20,7 +20,7 @@ def test_loss_is_minus_log_p_of_the_next_token():
 
 
 def test_kl_is_from_clean_to_changed():
-    value = kl(Clean(CLEAN), CHANGED, CHANGED.logsumexp(-1))
+    value = kl(Clean(CLEAN), Clean(CHANGED))
     assert value[0].item() == pytest.approx(0.5 * log(2) + 0.25 * log(1) + 0.25 * log(0.5))
     p, q = [exp(x) / (1 + exp(1) + exp(2)) for x in (0, 1, 2)], [exp(x) / (exp(3) + exp(1) + exp(2)) for x in (3, 1, 2)]
     assert value[1].item() == pytest.approx(sum(a * log(a / b) for a, b in zip(p, q, strict=True)))
@@ -28,14 +28,14 @@ def test_kl_is_from_clean_to_changed():
 
 def test_kl_does_not_see_a_shift_of_all_logits():
     shifted = CLEAN + 7.0
-    assert kl(Clean(CLEAN), shifted, shifted.logsumexp(-1)).abs().max() < 1e-12
+    assert kl(Clean(CLEAN), Clean(shifted)).abs().max() < 1e-12
 
 
 def test_kl_of_nearly_equal_distributions_keeps_its_digits():
     """In float32, where the difference of two cross-entropies would leave noise alone."""
     logits, step = torch.tensor([[20.0, 10.0, 0.0]]), torch.tensor([[0.0, 1e-3, -1e-3]])
     wide = (logits.double().softmax(-1) * (logits.double().log_softmax(-1) - (logits + step).double().log_softmax(-1))).sum()
-    value = kl(Clean(logits), logits + step, (logits + step).logsumexp(-1))
+    value = kl(Clean(logits), Clean(logits + step))
     assert abs(value.item() - wide.item()) < 1e-6
 
 
@@ -57,7 +57,7 @@ def test_js_by_hand_and_for_nearly_equal_distributions():
 
 
 def test_all_position_metrics_of_a_changed_run():
-    found = position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), METRICS)
+    found = position_metrics(Clean(CLEAN), Clean(CHANGED), torch.tensor([0, 1]), METRICS)
     assert set(found) == {"loss", "kl", "js", "top1_agree", "l2"}
     assert found["loss"][0].item() == pytest.approx(log(4))
     assert found["top1_agree"].tolist() == [0, 0]
@@ -72,7 +72,7 @@ def test_a_metric_of_ones_own_gets_both_runs_and_gives_one_value_a_row():
     def margin(clean, changed):
         return changed.max(-1).values - clean.max(-1).values
 
-    found = position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), (margin,))
+    found = position_metrics(Clean(CLEAN), Clean(CHANGED), torch.tensor([0, 1]), (margin,))
     assert found["margin"].tolist() == pytest.approx([0.0, 1.0])
     assert clean_position_metrics(Clean(CLEAN), torch.tensor([0, 1]), (margin,))["margin"].tolist() == [0, 0]
 
@@ -80,18 +80,18 @@ def test_a_metric_of_ones_own_gets_both_runs_and_gives_one_value_a_row():
         return changed.mean()
 
     with pytest.raises(InputError, match=r"mean must give a tensor of one value a row, \[2\]; got \[\]"):
-        position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), (mean,))
+        position_metrics(Clean(CLEAN), Clean(CHANGED), torch.tensor([0, 1]), (mean,))
 
 
 def test_only_what_is_wanted_is_made():
-    assert set(position_metrics(Clean(CLEAN), CHANGED, torch.tensor([0, 1]), ("kl", "target_rank"))) == {"kl"}
+    assert set(position_metrics(Clean(CLEAN), Clean(CHANGED), torch.tensor([0, 1]), ("kl", "target_rank"))) == {"kl"}
     rows = torch.tensor([0])
-    assert set(target_metrics(CLEAN, rows, rows, rows + 1, ("kl", "target_rank"))) == {"target_rank"}
+    assert set(target_metrics(Clean(CLEAN), rows, rows, rows + 1, ("kl", "target_rank"))) == {"target_rank"}
 
 
 def test_target_metrics_read_their_own_rows():
     rows, target, versus = torch.tensor([1, 1, 0, 1]), torch.tensor([2, 0, 0, 0]), torch.tensor([0, -1, 2, -2])
-    found = target_metrics(CHANGED, rows, target, versus, METRICS)
+    found = target_metrics(Clean(CHANGED), rows, target, versus, METRICS)
     assert found["target_logit"].tolist() == [2.0, 3.0, 0.0, 3.0]
     assert found["target_rank"].tolist() == [1, 0, 1, 0]
     assert found["target_logprob"][2].item() == pytest.approx(-log(4))
