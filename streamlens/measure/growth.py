@@ -31,10 +31,10 @@ SITES = (*STREAM_SITES, HEAD, NORM, PATTERN)
 NORM_MEASURES = ("scale", "gain")
 """1/sigma, and 1/sigma times the root mean square of the gain: what the length of a write of no particular direction is multiplied by."""
 
-MEASURES = (*vectors.MEASURES, *alignment.MEASURES, *NORM_MEASURES, sinks.MEASURE)
+MEASURES = (*vectors.MEASURES, vectors.OF_A_PROMPT, *alignment.MEASURES, *NORM_MEASURES, sinks.MEASURE)
 
 AT = (
-    dict.fromkeys(STREAM_SITES, vectors.MEASURES)
+    dict.fromkeys(STREAM_SITES, (*vectors.MEASURES, vectors.OF_A_PROMPT))
     | dict.fromkeys(WRITES.values(), vectors.MEASURES + alignment.MEASURES)
     | {HEAD: ("l2", "rms", *alignment.MEASURES), NORM: NORM_MEASURES, PATTERN: (sinks.MEASURE,)}
 )
@@ -86,7 +86,7 @@ class Meter:
             sinks.demand_all(self.anatomy, {layer for (site, layer, *_) in watch.seen if site == PATTERN})
         if not watch.columns:
             raise InputError(f"sites={sorted(self.wanted)}: this model has none of them with such a measure")
-        return Measured(*places, tuple(watch.columns), torch.cat(watch.values, dim=1).double().numpy())
+        return Measured(*places, tuple(watch.columns), torch.cat(watch.values).T.double().numpy())
 
 
 class _Watch:
@@ -96,10 +96,10 @@ class _Watch:
         self.meter, self.batch, self.flat = meter, batch, flat
         self.places = Places(flat.unique(), batch.ids.numel())
         self.columns: list[Column] = []
-        self.values: list[Float[Tensor, "row column"]] = []
+        self.values: list[Float[Tensor, "column row"]] = []
         self.seen: Counter[tuple[str, int]] = Counter()
         self._z: dict[str, Tensor] = {}
-        self._lengths: list[tuple[Tensor, Tensor]] = []  # of what passed last, since a write's stream is a site too
+        self._last: list[tuple[Tensor, dict[str, Tensor]]] = []  # what passed last is often a site or a write's stream again
         self._looked_up = False
 
     def plant(self, run: Run) -> None:
@@ -117,27 +117,29 @@ class _Watch:
 
     # -- what is seen --------------------------------------------------------------------------------------------
     def stream(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
-        wanted = self.meter.wanted[site]
-        x = self._rows(value)
-        found = vectors.measured(x, wanted)
-        if "l2" in found:
-            self._keep_length(value, found["l2"])
-        if "massive" in wanted:
-            counts = vectors.massive(value.expand(*self.batch.ids.shape, -1).to(x.dtype), self.batch.mask)
-            found["massive"] = self.places.keep(counts[..., None].to(x.dtype))[:, 0]
-        self._add(site, layer, sublayer, {name: found[name][:, None] for name in wanted if name in found})
+        wanted, known = [m for m in self.meter.wanted[site] if m not in alignment.MEASURES], self._known(value)
+        if missing := [name for name in wanted if name not in known]:
+            known |= vectors.measured(self._rows(value), missing)
+        if "massive" in missing:
+            known["massive"] = self.places.keep(self._massive(value, known).flatten()).to(value)
+        self._add(site, layer, sublayer, {name: known[name] for name in wanted})
+
+    def _massive(self, value: Tensor, known: dict[str, Tensor]) -> Int64[Tensor, "batch pos"]:
+        x = value.expand(*self.batch.ids.shape, -1).to(torch.promote_types(value.dtype, torch.float32))
+        known_everywhere = self.places.all and "max_abs" in known
+        largest = known["max_abs"].view(self.batch.ids.shape) if known_everywhere else torch.linalg.vector_norm(x, torch.inf, dim=-1)
+        return vectors.massive(x, self.batch.mask.sum(-1).numpy(), largest)
 
     def write(self, written: Written) -> None:
         wanted, heads = self.meter.wanted.get(written.site, ()), self.meter.wanted.get(HEAD, ())
         if not set(wanted) & set(alignment.MEASURES) and not heads:
             return
-        stream = self._rows(written.stream)
-        length = self._length_of(written.stream, stream)
+        stream, length = self._rows(written.stream), self._length(written.stream)
         if set(wanted) & set(alignment.MEASURES):
             value = self._rows(written.value)
             inner = torch.linalg.vecdot(value, stream)
-            found = alignment.measured(self._length_of(written.value, value), length, inner, wanted)
-            self._add(written.site, written.layer, written.write.sublayer, {name: v[:, None] for name, v in found.items()})
+            found = alignment.measured(self._length(written.value), length, inner, wanted)
+            self._add(written.site, written.layer, written.write.sublayer, found)
         for write in written.add.writes if written.add.norm else (written.write,):
             if heads and write.n_heads:
                 self._heads(written, write, stream, length)
@@ -160,7 +162,8 @@ class _Watch:
         if layer < 0 or (layer, path) in self.meter.branch_norms:
             return
         form = self.meter.anatomy.norms[path]
-        scale = form.scale(self._rows(x))
+        # As NormForm.scale, from the length that is known where the norm reads what was measured as a site.
+        scale = form.scale(self._rows(x))[:, 0] if form.centred else (self._length(x).square() / x.shape[-1] + form.eps).rsqrt()
         gain = scale if form.gain is None else scale * form.gain.square().mean().sqrt().to(scale)
         self._add(NORM, layer, self.seen[NORM, layer], {name: {"scale": scale, "gain": gain}[name] for name in self.meter.wanted[NORM]})
 
@@ -176,27 +179,33 @@ class _Watch:
         """The vectors at the positions that are kept, in float32 at least; an embedding may be broadcast over the batch."""
         if value.dim() == 3 and value.shape[0] != len(self.batch.ids):
             value = value.expand(len(self.batch.ids), -1, -1)
-        kept = self.places.keep(value)
+        kept = self.places.keep(value.reshape(-1, value.shape[-1]))
         return kept.to(torch.promote_types(kept.dtype, torch.float32))
 
-    def _length_of(self, tensor: Tensor, rows: Tensor) -> Float[Tensor, " kept"]:
-        for seen, length in self._lengths:
+    def _known(self, tensor: Tensor) -> dict[str, Tensor]:
+        """What has been measured of this very tensor."""
+        for seen, found in self._last:
             if seen is tensor:
-                return length
-        return self._keep_length(tensor, torch.linalg.vector_norm(rows, dim=-1))
-
-    def _keep_length(self, tensor: Tensor, length: Tensor) -> Tensor:
+                return found
+        found: dict[str, Tensor] = {}
         if not self.meter.anatomy.clones:  # else it may still change in place
-            self._lengths = [(tensor, length), *self._lengths[:2]]
-        return length
+            self._last = [(tensor, found), *self._last[:2]]
+        return found
 
-    def _add(self, site: str, layer: int, sublayer: int, found: dict[str, Float[Tensor, "kept head"]]) -> None:
-        """Columns of one site, by head where there are several."""
+    def _length(self, tensor: Tensor) -> Float[Tensor, " kept"]:
+        known = self._known(tensor)
+        if "l2" not in known:
+            known["l2"] = torch.linalg.vector_norm(self._rows(tensor), dim=-1)
+        return known["l2"]
+
+    def _add(self, site: str, layer: int, sublayer: int, found: dict[str, Tensor]) -> None:
+        """Columns of one site, from `[kept]`, or from `[kept, head]` by head."""
         if not found:
             return
         self.seen[site, layer] += 1
-        n = next(iter(found.values())).shape[-1]
-        heads = range(n) if site in (HEAD, PATTERN) else (NONE,)
+        heads = range(next(iter(found.values())).shape[-1]) if site in (HEAD, PATTERN) else (NONE,)
         self.columns += [Column(site, layer, sublayer, head, name) for head in heads for name in found]
-        both = torch.stack(list(found.values()), dim=-1).flatten(1)
-        self.values.append(self.places.rows(both, self.flat.to(both.device)).cpu())
+        both = torch.stack([value.mT if value.dim() == 2 else value for value in found.values()], dim=-2).flatten(
+            0, -2
+        )  # by head, then by measure
+        self.values.append(both[:, self.places.index(self.flat.to(both.device))].cpu())

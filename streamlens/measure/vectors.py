@@ -4,60 +4,79 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-MEASURES = ("l2", "rms", "mean", "std", "max_abs", "max_index", "massive")
+MEASURES = ("l2", "rms", "mean", "std", "max_abs", "max_index")
 """l2, the length; rms, the length over sqrt(d_model); mean and std of the coordinates (std is what a centred norm is made of:
-l2 of the centred vector = std * sqrt(d_model)); the largest absolute coordinate, which one it is, and how many are massive."""
+l2 of the centred vector = std * sqrt(d_model)); the largest absolute coordinate, and which one it is."""
+
+OF_A_PROMPT = "massive"
+"""How many coordinates are massive, which the whole prompt decides."""
 
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0
 """A coordinate is massive above 100 and from 1000 times the median of its prompt's (Sun et al. 2024, arXiv 2402.17762)."""
 
 
 def measured(x: Float[Tensor, "row d_model"], wanted: Collection[str]) -> dict[str, Float[Tensor, " row"]]:
-    """The wanted measures of each vector, but for `massive`, which needs the whole prompt."""
+    """The wanted measures of each vector."""
     out: dict[str, Tensor] = {}
-    width = x.shape[-1] ** 0.5
-    if {"l2", "rms"} & set(wanted):
+    if {"l2", "rms", "std"} & set(wanted):
         out["l2"] = torch.linalg.vector_norm(x, dim=-1)
-        out["rms"] = out["l2"] / width
+        out["rms"] = out["l2"] / x.shape[-1] ** 0.5
     if {"mean", "std"} & set(wanted):
         out["mean"] = x.mean(-1)
     if "std" in wanted:
-        out["std"] = torch.linalg.vector_norm(x - out["mean"][:, None], dim=-1) / width
+        out["std"] = _std(x, out["rms"], out["mean"])
     if {"max_abs", "max_index"} & set(wanted):
         out["max_abs"], out["max_index"] = largest_coordinate(x)
     return {name: out[name] for name in wanted if name in out}
 
 
+def _std(x: Float[Tensor, "row d_model"], rms: Float[Tensor, " row"], mean: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """sqrt(rms^2 - mean^2), which is a pass less than the definition; where the two cancel, by the definition."""
+    std = ((rms - mean.abs()) * (rms + mean.abs())).clamp_min(0).sqrt()
+    cancels = mean.abs() > 0.7 * rms
+    if bool(cancels.any()):
+        std[cancels] = x[cancels].std(-1, correction=0)
+    return std
+
+
 def largest_coordinate(x: Float[Tensor, "row d_model"]) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """The largest absolute coordinate of each vector, and which one it is."""
     size = next(n for n in (64, 32, 16, 8, 4, 2, 1) if x.shape[-1] % n == 0)
-    blocks = x.abs().unflatten(-1, (-1, size))  # a maximum with its index is slow: so of block maxima, then inside one block
-    value, block = blocks.amax(-1).max(-1)
-    inside = blocks[torch.arange(len(x), device=x.device), block].argmax(-1)
+    blocks = x.unflatten(-1, (-1, size))  # a maximum with its index is slow: so of block maxima, then inside one block
+    value, block = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).max(-1)
+    inside = blocks[torch.arange(len(x), device=x.device), block].abs().argmax(-1)
     return value, (block * size + inside).to(x.dtype)
 
 
-def massive(x: Float[Tensor, "batch pos d_model"], mask: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
-    """How many coordinates are massive at each position; the median is over the prompt's own tokens and all coordinates."""
-    counts = torch.zeros(mask.shape, dtype=torch.long, device=x.device)
-    for row, there in enumerate(mask.to(x.device)):
-        size = x[row, there].abs()
-        candidates = size[size > MASSIVE].sort().values
+def massive(
+    x: Float[Tensor, "batch pos d_model"], lengths: Int[np.ndarray, " batch"], largest: Float[Tensor, "batch pos"]
+) -> Int[Tensor, "batch pos"]:
+    """How many coordinates are massive at each position, of prompts of these lengths whose `largest` coordinate is known.
+
+    The median is over the prompt's own tokens and all of their coordinates.
+    """
+    counts = np.zeros(largest.shape, dtype=np.int64)
+    large = (largest > MASSIVE).cpu().numpy()
+    for row in np.flatnonzero(large.any(-1)):
+        at = np.flatnonzero(large[row, : lengths[row]])
+        size = np.abs(x[row, : lengths[row]].cpu().numpy())
+        candidates = np.sort(size[at][size[at] > MASSIVE])
         least = _least_massive(size, candidates)
         if least < len(candidates):
-            counts[row, there] = (size >= candidates[least]).sum(-1)
-    return counts
+            counts[row, at] = np.count_nonzero(size[at] >= candidates[least], axis=-1)
+    return torch.from_numpy(counts)
 
 
-def _least_massive(size: Tensor, candidates: Tensor) -> int:
+def _least_massive(size: np.ndarray, candidates: np.ndarray) -> int:
     """The first candidate at whose thousandth part or below at least half of all coordinates lie: bisected, without a median's sort."""
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high) // 2
-        below = int((size <= candidates[middle] / TIMES_MEDIAN).sum())
-        low, high = (low, middle) if 2 * below >= size.numel() else (middle + 1, high)
+        below = np.count_nonzero(size <= candidates[middle] / TIMES_MEDIAN)
+        low, high = (low, middle) if 2 * below >= size.size else (middle + 1, high)
     return low

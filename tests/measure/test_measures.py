@@ -1,0 +1,142 @@
+"""Measures of vectors, norms, heads and attention, each against its definition."""
+
+import numpy as np
+import pytest
+import torch
+
+import streamlens as sl
+from streamlens.errors import InputError
+from streamlens.measure import vectors
+from streamlens.measure.growth import AT, MEASURES
+from tests import byhand
+from tests.models import tiny
+from tests.tolerances import HAND
+
+PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, 1e3])
+def test_spread_and_largest_coordinate(offset):
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(0)) + offset
+    found = vectors.measured(x, vectors.MEASURES)
+    exact = x.double()
+    torch.testing.assert_close(found["std"].double(), exact.std(-1, correction=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found["mean"].double(), exact.mean(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found["max_index"].long(), x.abs().argmax(-1))
+    assert torch.equal(found["max_abs"], x.abs().amax(-1))
+
+
+def slow_massive(x):
+    """The published rule of one prompt: above 100 and at least 1000 times the median over tokens and coordinates."""
+    size = x.abs()
+    return ((size > 100) & (size >= 1000 * size.median())).sum(-1)
+
+
+def test_massive_coordinates_by_the_published_rule():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 12, 40, generator=generator) * torch.tensor([0.05, 0.2, 0.4, 3.0, 0.1])[:, None, None]
+    x[:, 0, 3:9] = torch.tensor([99.0, 101.0, -180.0, 240.0, -310.0, 2e3])
+    x[2, 4, 7] = -5e3
+    lengths = np.array([12, 12, 9, 12, 3])
+    found = vectors.massive(x, lengths, x.abs().amax(-1))
+    for row, length in enumerate(lengths):
+        assert torch.equal(found[row, :length], slow_massive(x[row, :length]))
+        assert not found[row, length:].any()
+    assert len({*found[:, 0].tolist()}) >= 4  # the rule decides, not the size alone
+
+
+@pytest.mark.parametrize("positions", [None, [0], [-1]])
+def test_massive_counts_do_not_depend_on_what_is_read(positions):
+    model = sl.load(tiny.model("llama", seed=3))
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight *= 0.01
+        model.module.model.embed_tokens.weight[5, :4] = torch.tensor([500.0, -120.0, 90.0, 101.0])
+    df = sl.norms(model, PROMPTS, positions=positions, measures="massive", sites="embed")
+    for prompt, ids in enumerate(PROMPTS):
+        truth = slow_massive(model.module.model.embed_tokens.weight[ids].detach()).numpy()
+        rows = df[df.prompt == prompt]
+        assert (rows.value.to_numpy() == truth[rows.position]).all()
+    if positions != [-1]:
+        assert df.value.max() > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt-post-norm", "gemma2"])
+def test_norms_that_read_the_stream(family):
+    """Against sigma of what goes into each norm module, by plain hooks; a branch norm reads no stream."""
+    model, seen, handles = tiny.proven(family), [], []
+    branch = {add.norm for layer in model.anatomy.layers for add in layer.adds if add.norm}
+    for path, form in model.anatomy.norms.items():
+        if path not in branch:
+            hook = lambda _, args, out, form=form: seen.append((args[0][0].double(), form))  # noqa: E731
+            handles.append(model.module.get_submodule(path).register_forward_hook(hook))
+    try:
+        with torch.no_grad():
+            model.module(torch.tensor(PROMPTS[:1]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    df = sl.norms(model, PROMPTS[0], measures=["scale", "gain"])
+    assert set(df.site) == {"norm"}
+    rows = [rows for _, rows in df.groupby(["layer", "sublayer"])]
+    assert len(rows) == len(seen)
+    for part, (x, form) in zip(rows, seen, strict=True):
+        sigma = ((x - x.mean(-1, keepdim=True) if form.centred else x).square().mean(-1) + form.eps).sqrt()
+        scale = part[part.measure == "scale"].sort_values("position").value.to_numpy()
+        gain = part[part.measure == "gain"].sort_values("position").value.to_numpy()
+        np.testing.assert_allclose(scale, 1 / sigma.numpy(), rtol=HAND * 5)
+        np.testing.assert_allclose(gain / scale, float(form.gain.square().mean().sqrt()) if form.gain is not None else 1.0, rtol=1e-5)
+
+
+def test_a_gain_is_what_a_write_of_no_particular_direction_is_multiplied_by():
+    model = tiny.proven("llama")
+    df = sl.norms(model, PROMPTS[0], measures="gain", positions="last")
+    norm = model.module.model.norm
+    kept = sl.record(model, [PROMPTS[0]], sites=[f"blocks.{model.n_layers - 1}.hook_resid_post"], positions="last")
+    x = next(v for k, v in kept.items() if k.endswith("resid_post"))[0, 0]
+    write = torch.randn(20_000, len(x), generator=torch.Generator().manual_seed(0))
+    sigma = (x.square().mean() + norm.variance_epsilon).sqrt()
+    factor = ((write * norm.weight / sigma).norm(dim=-1).square().mean() / write.norm(dim=-1).square().mean()).sqrt()
+    assert df[df.layer == model.n_layers].value.item() == pytest.approx(float(factor.detach()), rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_attention_to_position_0_by_hand(family):
+    model = tiny.proven(family)
+    df = sl.norms(model, PROMPTS, measures="to_first", sites="pattern")
+    for prompt, ids in enumerate(PROMPTS):
+        inside = getattr(byhand, family)(model.module, ids).inside
+        for (layer, head), rows in df[df.prompt == prompt].groupby(["layer", "head"]):
+            pattern = inside["pattern", layer][head]
+            assert abs(rows.sort_values("position").value.to_numpy() - pattern[:, 0].numpy()).max() < 1e-5
+    assert df[df.position == 0].value.to_numpy() == pytest.approx(1.0)
+
+
+def test_patterns_that_cannot_be_had_are_refused():
+    with pytest.raises(InputError, match=r"none of them with such a measure|shows no pattern"):
+        sl.norms(tiny.proven("llama"), PROMPTS, measures="l2", sites="pattern")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom"])
+def test_no_measure_depends_on_the_batch_or_on_padding(family):
+    model = tiny.proven(family)
+    sites = [site for site in AT if site != "embed"]
+    together, apart = (sl.norms(model, PROMPTS, measures=list(MEASURES), sites=sites, max_tokens=n) for n in (1000, 1))
+    assert (together.drop(columns="value") == apart.drop(columns="value")).all(axis=None)
+    scale = together.groupby(["site", "measure"], observed=True).value.transform(lambda v: v.abs().max()) + 1e-9
+    assert ((together.value - apart.value).abs() / scale).max() < 1e-5
+
+
+def test_measures_that_a_site_has_not_are_refused():
+    with pytest.raises(InputError, match=r"sites=\['resid_pre'\]: this model has none of them with such a measure"):
+        sl.norms(tiny.proven("llama"), PROMPTS, measures="cosine", sites="resid_pre")
+    with pytest.raises(InputError, match=r"measures must be one of 'l2', 'rms', .*; got 'norm'"):
+        sl.norms(tiny.proven("llama"), PROMPTS, measures="norm")
+
+
+def test_parallel_writes_are_measured_against_the_stream_that_enters():
+    model = tiny.proven("neox")
+    kept = sl.record(model, [PROMPTS[0]], sites=["resid_pre", "mlp_out"])
+    df = sl.norms(model, PROMPTS[0], measures="relative", sites="mlp_out")
+    for layer in range(model.n_layers):
+        ratio = kept[f"blocks.{layer}.hook_mlp_out"].norm(dim=-1) / kept[f"blocks.{layer}.hook_resid_pre"].norm(dim=-1)
+        np.testing.assert_allclose(df[df.layer == layer].value, ratio[0].double().numpy(), rtol=1e-5)
