@@ -11,6 +11,7 @@ _HOME = {
     "ablate": "calls.ablate",
     "norms": "calls.norms",
     "lens": "calls.lens",
+    "promotes": "calls.promotes",
     "record": "calls.record",
     "card": "calls.card",
     "growth_rate": "stats",

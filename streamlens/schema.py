@@ -157,10 +157,18 @@ LENS = Table("lens", (
     _value("probability", "probability", "its softmax over the vocabulary"),
 ), "lens")  # fmt: skip
 
+PROMOTES = Table("promotes", (
+    *_PLACE, _COMPONENT, *_UNIT_PLACE,
+    _kind("direction", "up or down"),
+    _id("k", "place among the tokens that are moved most in this direction"),
+    _id("target", "token id that is moved"), _text("target_token", "its text"),
+    _value("contribution", "logits", "what the component adds to its logit, less the mean over the vocabulary"),
+), "promotes")  # fmt: skip
+
 # A card has one further column a fact, which differ by architecture; they follow as extra columns.
 CARD = Table("card", (_kind("model", "the model's name"),), "card")
 
-TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, CARD)}
+TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, PROMOTES, CARD)}
 
 
 def table(name: str) -> Table:

@@ -5,6 +5,7 @@ from streamlens.frames.attribution import attribution
 from streamlens.frames.columns import Labels
 from streamlens.frames.lens import lens
 from streamlens.frames.norms import norms
+from streamlens.frames.promotes import promotes
 from streamlens.frames.stamp import card, stamp
 
-__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "stamp"]
+__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "promotes", "stamp"]

@@ -91,6 +91,11 @@ class Unembed:
         """All printed logits of the given rows."""
         return apply_map(self.module(hidden).to(self.wide), self.logit_map)
 
+    def moved(self, change: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
+        """What a change of the unembedding's input does to every logit before the cap, less the mean over the vocabulary."""
+        moved = nn.functional.linear(change.to(self.module.weight.dtype), self.module.weight).to(self.wide) * self.logit_map.multiplier
+        return moved - moved.mean(-1, keepdim=True)
+
     @torch.no_grad()
     def each_logits(self, hidden: Float[Tensor, "row d_model"]) -> Iterator[tuple[slice, Float[Tensor, "chunk vocab"]]]:
         """All printed logits, two chunks of rows at a time; they are written over the ones before them where that is possible."""
