@@ -4,7 +4,18 @@ The unit of resampling is the prompt, since the positions of one prompt depend o
 intervals and a fixed seed.
 """
 
+from streamlens.stats.forms import growth_forms, growth_ratios, initial_growth, logit_by_depth, sink_rate
 from streamlens.stats.growth import growth_rate, log_norms
 from streamlens.stats.means import mean_interval, top_components
 
-__all__ = ["growth_rate", "log_norms", "mean_interval", "top_components"]
+__all__ = [
+    "growth_forms",
+    "growth_rate",
+    "growth_ratios",
+    "initial_growth",
+    "log_norms",
+    "logit_by_depth",
+    "mean_interval",
+    "sink_rate",
+    "top_components",
+]

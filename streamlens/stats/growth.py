@@ -34,7 +34,7 @@ def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> 
     return rows.assign(log=np.log(rows["value"]))
 
 
-def _curves(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
+def curves_of(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
     """Mean log norm over positions, `[prompt, layer]`."""
     rows = rows[rows["position"] > 0] if skip_first else rows
     if rows.empty:
@@ -45,7 +45,7 @@ def _curves(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
     return curves
 
 
-def _range(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
+def range_of(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
     """The range to fit, checked. Every layer in it must be there, else the fit would span a gap unseen."""
     lowest, highest = int(there.min()), int(there.max())
     legal = f"layers must be (first, last), inclusive, with {lowest} <= first < last <= {highest}"
@@ -99,7 +99,7 @@ def growth_rate(
     groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
     fits = []
     for model, of_model in groups:
-        curves = _curves(of_model, skip_first)
-        first, last = _range(layers, curves.columns)
+        curves = curves_of(of_model, skip_first)
+        first, last = range_of(layers, curves.columns)
         fits.append({"model": model, **_fit(curves, first, last, n_boot, seed), "first": first, "last": last, "n_prompts": len(curves)})
     return pd.DataFrame(fits)

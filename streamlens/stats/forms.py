@@ -1,0 +1,135 @@
+"""Which law the stream's growth follows: per-layer ratios, three forms fitted to the same curve, and what initialisation predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from streamlens.errors import InputError
+from streamlens.stats.growth import curves_of, log_norms, range_of
+from streamlens.stats.means import mean_interval
+
+FORMS = {
+    "exponential": (np.log, np.exp),
+    "linear": (lambda norm: norm, lambda fitted: fitted),
+    "sqrt": (np.square, lambda fitted: np.sqrt(np.clip(fitted, 0, None))),
+}
+"""Each form is a straight line in depth of log norm, of norm, or of squared norm; the two functions go there and back."""
+
+
+def growth_ratios(
+    df: pd.DataFrame, skip_first: bool = True, measure: str = "l2", level: float = 0.95, n_boot: int = 2000, seed: int = 0
+) -> pd.DataFrame:
+    """By which factor each layer makes the stream grow: one row a layer (and model) with mean, low, high, n and arithmetic.
+
+    From a norms table. mean is the geometric mean over positions, then prompts, of ||x_(l+1)|| / ||x_l||, with its interval from
+    resampling prompts; arithmetic is the arithmetic mean of the same ratios, which is larger, and which the literature also reports.
+    `skip_first` leaves out position 0. Raises InputError for a table with a single layer, or without positions after the first.
+    """
+    rows = log_norms(df, measure)
+    rows = rows[rows["position"] > 0] if skip_first else rows
+    if rows.empty:
+        raise InputError("skip_first must be False where every row is a first position; got True")
+    model = ["model"] if "model" in df.columns else []
+    rows = rows.sort_values([*model, "prompt", "position", "layer"])
+    place = rows.groupby([*model, "prompt", "position"], observed=True, sort=False)
+    step = place["layer"].shift(-1) - rows["layer"]
+    rows = rows.assign(log=place["log"].shift(-1) - rows["log"])[step == 1]
+    if rows.empty:
+        raise InputError(f"df must hold neighbouring layers; got {sorted(df['layer'].unique())}")
+    out = mean_interval(rows, "log", [*model, "layer"], level=level, n_boot=n_boot, seed=seed)
+    plain = rows.assign(ratio=np.exp(rows["log"])).groupby([*model, "layer", "prompt"], observed=True)["ratio"].mean()
+    out["arithmetic"] = plain.groupby([*model, "layer"], observed=True).mean().to_numpy()
+    return out.assign(**{name: np.exp(out[name]) for name in ("mean", "low", "high")})
+
+
+def growth_forms(df: pd.DataFrame, layers: Sequence[int] | None = None, skip_first: bool = True, measure: str = "l2") -> pd.DataFrame:
+    """Exponential, linear or square-root growth: one row a form (and model) with intercept, slope, r2, first, last, n_prompts.
+
+    From a norms table; the curve is the one that :func:`growth_rate` fits. Each form is a line in depth, by least squares: of log norm
+    (exponential), of norm (linear), of squared norm (sqrt: what a random walk gives). r2 is always that of log norm, so that the
+    three can be compared; it is below 0 where a form does worse than no growth, NaN where the norm is constant. Raises InputError
+    for layers outside the model or fewer than two.
+    """
+    rows = log_norms(df, measure)
+    groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
+    fits = []
+    for model, of_model in groups:
+        curves = curves_of(of_model, skip_first)
+        first, last = range_of(layers, curves.columns)
+        layer = np.arange(first, last + 1, dtype=np.float64)
+        logs = curves.loc[:, list(range(first, last + 1))].to_numpy(np.float64).mean(0)
+        for form, (there, _) in FORMS.items():
+            slope, intercept = np.polyfit(layer, there(np.exp(logs)), 1)
+            fit = {"model": model, "form": form, "intercept": intercept, "slope": slope}
+            fits.append(fit | {"r2": _r2(logs, fitted(fit, layer)), "first": first, "last": last, "n_prompts": len(curves)})
+    return pd.DataFrame(fits)
+
+
+def fitted(fit: pd.Series | dict, layer: np.ndarray) -> np.ndarray:
+    """The norm that a row of :func:`growth_forms` gives at these layers."""
+    return FORMS[fit["form"]][1](fit["intercept"] + fit["slope"] * np.asarray(layer, dtype=np.float64))
+
+
+def _r2(logs: np.ndarray, norms: np.ndarray) -> float:
+    total = float(((logs - logs.mean()) ** 2).sum())
+    if total <= 1e-24 * len(logs):  # constant but for rounding
+        return np.nan
+    with np.errstate(divide="ignore"):  # a line may reach 0 within the range: as bad as a fit can be
+        return 1 - float(((logs - np.log(np.maximum(norms, 0))) ** 2).sum()) / total
+
+
+def initial_growth(n_layers: int, variance: float = 0.5) -> pd.DataFrame:
+    """What is expected of a pre-norm network at initialisation: columns layer (0 to n_layers), random_walk, low, high, relative to layer 0.
+
+    random_walk is sqrt(1 + 2 l var), where each of the two sublayers of a layer adds an independent vector of `variance` times the
+    embedding's mean square; low and high are sqrt(1 + l/2) and sqrt(1 + 3l/2), the bounds of Xiong et al. 2020 (arXiv 2002.04745,
+    E||x_l||^2 between (1 + l/2) d and (1 + 3l/2) d; Xavier weights and uniform attention). Raises InputError for a variance below 0.
+    """
+    if not variance >= 0:
+        raise InputError(f"variance must be 0 or more; got {variance!r}")
+    layer = np.arange(n_layers + 1)
+    walks = {"random_walk": 2 * variance, "low": 0.5, "high": 1.5}
+    return pd.DataFrame({"layer": layer} | {name: np.sqrt(1 + rate * layer) for name, rate in walks.items()})
+
+
+def sink_rate(df: pd.DataFrame, threshold: float = 0.3) -> pd.DataFrame:
+    """How many heads attend to position 0: one row a layer (and model), and layer -1 for all, with rate, mean and n_prompts.
+
+    From a norms table with the measure to_first at every position. A head is a sink on a prompt where the mean over the prompt's queries
+    (position 0's own included) of its attention to position 0 is above `threshold`; rate is the share of (prompt, head) that are,
+    mean the mean attention. Published with prompts of 64 tokens and 0.3 by Gu et al. 2024 (arXiv 2410.10781). Raises InputError for
+    a table without to_first.
+    """
+    rows = df[df["measure"] == "to_first"] if "measure" in df.columns else df.head(0)
+    if rows.empty:
+        raise InputError('df must be a norms table with the measure to_first: sl.norms(..., sites="pattern", measures="to_first")')
+    model = ["model"] if "model" in df.columns else []
+    alpha = rows.groupby([*model, "layer", "sublayer", "head", "prompt"], observed=True)["value"].mean().reset_index()
+    alpha["sink"] = alpha["value"] > threshold
+    parts = [alpha, alpha.assign(layer=-1)]
+    both = pd.concat(parts).groupby([*model, "layer"], observed=True)
+    out = both.agg(rate=("sink", "mean"), mean=("value", "mean"), n_prompts=("prompt", "nunique"))
+    return out.reset_index()
+
+
+def logit_by_depth(df: pd.DataFrame, level: float = 0.95, n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
+    """How much of the final logit each depth writes: one row a layer (and model) with mean, low, high, n, cumulative and share.
+
+    From an attribution table: contributions are summed over a layer's components at each position and target, then averaged over
+    positions and prompts (logits). Layer -1 holds what belongs to no layer (embeddings, unembedding bias, softcap), layer n_layers the
+    final norm's bias. cumulative adds the means up in that order, and share is mean over the mean logit. Raises InputError for a table
+    without contributions.
+    """
+    needed = ["prompt", "position", "target", "versus", "layer", "contribution"]
+    missing = [name for name in needed if name not in df.columns]
+    if missing:
+        raise InputError(f"df must be an attribution table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns))}")
+    model = ["model"] if "model" in df.columns else []
+    sums = df.groupby([*model, *needed[:-1]], observed=True)["contribution"].sum().reset_index()
+    out = mean_interval(sums, "contribution", [*model, "layer"], level=level, n_boot=n_boot, seed=seed)
+    by_model = out.groupby(model, observed=True)["mean"] if model else out["mean"]
+    out["cumulative"] = by_model.cumsum()
+    return out.assign(share=out["mean"] / (by_model.transform("sum") if model else out["mean"].sum()))

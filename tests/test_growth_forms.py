@@ -1,0 +1,123 @@
+"""Ratios and forms of growth on made-up curves whose law is known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from streamlens import schema, stats
+from streamlens.errors import InputError
+
+
+def norms(curve, prompts=4, positions=3, spread=0.0, seed=0, model=None):
+    """A norms table: position 0 a hundred times larger, the rest `curve` times a factor of its own."""
+    rng, rows = np.random.default_rng(seed), []
+    for prompt in range(prompts):
+        for position in range(positions):
+            own = np.exp(rng.normal(0, spread, size=len(curve))) * (100 if position == 0 else 1)
+            rows += [(prompt, position, layer, value) for layer, value in enumerate(np.asarray(curve) * own)]
+    df = pd.DataFrame(rows, columns=["prompt", "position", "layer", "value"])
+    df["site"] = np.where(df.layer == len(curve) - 1, "final", "resid_pre")
+    df = df.assign(measure="l2", sublayer=-1, head=-1, token="x", prompt_text="p" + df.prompt.astype(str))
+    df.attrs = {"model": "made-up"}
+    df = df.assign(model=model) if model else df
+    return schema.apply(df, "norms")
+
+
+LAYERS = np.arange(13)
+CURVES = {"exponential": 3 * 1.2**LAYERS, "linear": 2 + 0.7 * LAYERS, "sqrt": np.sqrt(4 + 3 * LAYERS)}
+
+
+@pytest.mark.parametrize("form", CURVES)
+def test_each_law_is_found(form):
+    fits = stats.growth_forms(norms(CURVES[form])).set_index("form")
+    assert fits.r2.idxmax() == form
+    assert fits.r2[form] == pytest.approx(1.0, abs=1e-9)
+    assert fits.r2.drop(form).max() < 0.995
+    row = fits.loc[form]
+    np.testing.assert_allclose(stats.forms.fitted({"form": form, **row}, LAYERS), CURVES[form], rtol=1e-9)
+    assert (row["first"], row["last"], row["n_prompts"]) == (0, 12, 4)
+
+
+def test_forms_over_a_range_and_by_model():
+    df = pd.concat([norms(CURVES["linear"], model="a"), norms(CURVES["sqrt"], model="b")])
+    fits = stats.growth_forms(df, layers=(2, 9))
+    best = fits.sort_values("r2").groupby("model", observed=True).last()
+    assert best.form.to_dict() == {"a": "linear", "b": "sqrt"}
+    assert set(fits["first"]) == {2}
+    with pytest.raises(InputError, match=r"layers must be \(first, last\), inclusive, with 0 <= first < last <= 12; got \(5, 13\)"):
+        stats.growth_forms(norms(CURVES["linear"]), layers=(5, 13))
+
+
+def test_a_constant_norm_has_no_r2_and_a_line_through_zero_is_no_fit():
+    assert stats.growth_forms(norms(np.full(6, 2.0))).r2.isna().all()
+    steep = stats.growth_forms(norms(4.0 ** np.arange(8))).set_index("form")
+    assert steep.r2["exponential"] == pytest.approx(1.0)
+    assert not steep.r2["linear"] > 0.5
+
+
+def test_ratios_are_geometric_means_over_positions_then_prompts():
+    df = norms(CURVES["linear"], spread=0.3, prompts=5)
+    out = stats.growth_ratios(df)
+    assert out.layer.tolist() == list(range(12))
+    logs = (
+        df[df.position > 0].assign(log=lambda d: np.log(d.value)).pivot_table(index=["prompt", "position"], columns="layer", values="log")
+    )
+    steps = logs.diff(axis=1).iloc[:, 1:]
+    by_prompt = steps.groupby("prompt").mean()
+    np.testing.assert_allclose(out["mean"], np.exp(by_prompt.mean()), rtol=1e-12)
+    np.testing.assert_allclose(out["arithmetic"], np.exp(steps).groupby("prompt").mean().mean(), rtol=1e-12)
+    assert (out.arithmetic > out["mean"]).all()
+    assert ((out.low <= out["mean"]) & (out["mean"] <= out.high)).all()
+    # With all layers, the product of the ratios is the whole growth.
+    assert out["mean"].prod() == pytest.approx(np.exp((logs[12] - logs[0]).groupby("prompt").mean().mean()))
+
+
+def test_position_0_is_left_out_of_ratios_unless_asked_for():
+    df = norms(CURVES["linear"])
+    df.loc[(df.position == 0) & (df.layer == 3), "value"] *= 1e3
+    assert stats.growth_ratios(df)["mean"].max() < 2
+    assert stats.growth_ratios(df, skip_first=False)["mean"].max() > 5
+    with pytest.raises(InputError, match="skip_first must be False where every row is a first position"):
+        stats.growth_ratios(norms(CURVES["linear"], positions=1))
+
+
+def test_what_initialisation_predicts():
+    lines = stats.initial_growth(8, variance=0.5)
+    assert lines.layer.tolist() == list(range(9))
+    np.testing.assert_allclose(lines.random_walk**2, 1 + lines.layer)
+    np.testing.assert_allclose(lines.low**2, 1 + lines.layer / 2)
+    np.testing.assert_allclose(lines.high**2, 1 + 1.5 * lines.layer)
+    with pytest.raises(InputError, match="variance must be 0 or more; got -1.0"):
+        stats.initial_growth(8, variance=-1.0)
+
+
+def test_sink_rate_by_the_published_rule():
+    rng = np.random.default_rng(0)
+    index = pd.MultiIndex.from_product([range(3), range(6), range(2), range(4)], names=["prompt", "position", "layer", "head"])
+    df = index.to_frame(index=False).assign(site="pattern", sublayer=0, measure="to_first", token="x", prompt_text="p")
+    df["value"] = rng.random(len(df)) ** np.where(df["head"] == 1, 0.2, 2)
+    rate = stats.sink_rate(schema.apply(df, "norms")).set_index("layer")
+    count = dict.fromkeys((-1, 0, 1), 0.0)
+    for (layer, _, _), rows in df.groupby(["layer", "head", "prompt"]):
+        sink = rows.value.mean() > 0.3
+        count[layer] += sink / 12
+        count[-1] += sink / 24
+    assert rate.rate.to_dict() == pytest.approx(count)
+    assert 0 < rate.rate[-1] < 1
+    with pytest.raises(InputError, match="df must be a norms table with the measure to_first"):
+        stats.sink_rate(norms(CURVES["linear"]))
+
+
+def test_logit_by_depth_sums_to_the_logit():
+    rng = np.random.default_rng(0)
+    index = pd.MultiIndex.from_product([range(3), [4, 5], [-1, 0, 1, 2], ["a", "b"]], names=["prompt", "position", "layer", "component"])
+    df = index.to_frame(index=False).assign(target=1, versus=-1)
+    df["contribution"] = rng.normal(1, 1, size=len(df))
+    out = stats.logit_by_depth(df)
+    whole = df.groupby(["prompt", "position"]).contribution.sum().groupby("prompt").mean().mean()
+    assert out["mean"].sum() == pytest.approx(whole)
+    assert out.cumulative.iloc[-1] == pytest.approx(whole)
+    assert out.share.sum() == pytest.approx(1.0)
+    assert out.layer.tolist() == [-1, 0, 1, 2]
+    with pytest.raises(InputError, match="df must be an attribution table with columns target"):
+        stats.logit_by_depth(norms(CURVES["linear"]))
