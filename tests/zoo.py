@@ -8,6 +8,7 @@ ones, zeros and tiny weights hide bugs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
+
+import streamlens as sl
 
 D_MODEL, N_LAYERS, N_HEADS, N_KV_HEADS, D_MLP, N_VOCAB, N_POSITIONS = 48, 3, 4, 2, 64, 100, 64
 
@@ -425,6 +428,12 @@ def build(name: str) -> nn.Module:
     module = getattr(transformers, class_of(name))(config_of(name)).eval()
     randomise(module)
     return module
+
+
+@functools.cache
+def opened(name: str) -> sl.Model:
+    """A variant, opened and proven once for all tests, which must leave it as it was."""
+    return sl.load(build(name))
 
 
 @torch.no_grad()

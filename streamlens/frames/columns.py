@@ -45,8 +45,8 @@ def _categories(texts: Sequence[str], codes: np.ndarray) -> pd.Categorical:
     return pd.Categorical.from_codes(np.array([index[t] for t in texts], dtype=np.int32)[codes], categories=unique)
 
 
-def repeat(values, times: int):
-    """Each entry `times` times over, categoricals by their codes."""
+def repeat(values, times: int | np.ndarray):
+    """Each entry `times` times over (as many times each, or its own number), categoricals by their codes."""
     if isinstance(values, pd.Categorical):
         return pd.Categorical.from_codes(np.repeat(values.codes, times), categories=values.categories)
     return np.repeat(values, times)

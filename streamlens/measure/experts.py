@@ -49,7 +49,7 @@ class ByExpert(Split):
         return MixtureTap(self.module, self.mixtures, places)
 
     def part(
-        self, tap: MixtureTap, key: Key, g: Float[Tensor, "batch pos d_model"], at: Int[Tensor, " row"], own: Float[Tensor, "row 1"]
+        self, tap: MixtureTap, key: Key, g: Float[Tensor, "... d_model"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
     ) -> Part | None:
         place = (key[0], key[2])
         if key[1] != "write" or place not in self.mixtures:

@@ -49,7 +49,7 @@ class ByNeuron(Split):
         return NeuronTap(self.module, self.down, places)
 
     def part(
-        self, tap: NeuronTap, key: Key, g: Float[Tensor, "batch pos d_model"], at: Int[Tensor, " row"], own: Float[Tensor, "row 1"]
+        self, tap: NeuronTap, key: Key, g: Float[Tensor, "... d_model"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
     ) -> Part | None:
         place = (key[0], key[2])
         if key[1] != "write" or place not in self.down:

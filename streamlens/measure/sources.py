@@ -37,12 +37,12 @@ class BySource(Split):
         return SourceTap(self.module, places)
 
     def part(
-        self, tap: SourceTap, key: Key, g: Float[Tensor, "batch pos width"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
+        self, tap: SourceTap, key: Key, g: Float[Tensor, "... width"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
     ) -> Part | None:
         if key not in tap:
             return None
         shares, pattern = tap.shares(key, g, at)
-        behind = torch.arange(shares.shape[-1], device=at.device) > (at % g.shape[1])[:, None]
+        behind = torch.arange(shares.shape[-1], device=at.device) > (at % shares.shape[-1])[:, None]
         shares = shares.masked_fill_(behind[:, None], 0.0)
         return Part(own, (shares.sum(-1) - own).abs().amax(-1), None, shares, pattern)
 
@@ -60,7 +60,7 @@ class ByToken(BySource):
         return (Component("head"),) if (layer, write.leaf) == self.first else ()
 
     def part(
-        self, tap: SourceTap, key: Key, g: Float[Tensor, "batch pos width"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
+        self, tap: SourceTap, key: Key, g: Float[Tensor, "... width"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
     ) -> Part | None:
         part = super().part(tap, key, g, at, own)
         return None if part is None else Part(own.sum(1, keepdim=True), part.gap, None, part.sources.sum(1, keepdim=True))

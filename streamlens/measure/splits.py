@@ -42,10 +42,12 @@ class Split:
         """What has to look inside while the model runs."""
         raise NotImplementedError
 
-    def part(self, tap: Tap, key: Key, g: Tensor, at: Int[Tensor, " row"], own: Float[Tensor, "row head"]) -> Part | None:
+    def part(
+        self, tap: Tap, key: Key, g: Float[Tensor, "... width"], at: Int[Tensor, " row"], own: Float[Tensor, "row head"]
+    ) -> Part | None:
         """What the write at `key` becomes at the places `at`; None where it stays whole.
 
-        `g` `[batch, pos, width]` is the direction in which the write's leaf is read, `own` the write's share as it was.
+        `g` is the direction in which the write's leaf is read, `own` the write's share as it was.
         """
         raise NotImplementedError
 

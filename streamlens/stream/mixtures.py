@@ -90,7 +90,7 @@ class MixtureTap(Tap):
         """Experts that a token of this mixture goes through."""
         return self._done[place].numbers.shape[1]
 
-    def shares(self, place: Place, g: Float[Tensor, "batch pos d_model"], at: Int[Tensor, " row"]) -> Mixed:
+    def shares(self, place: Place, g: Float[Tensor, "... d_model"], at: Int[Tensor, " row"]) -> Mixed:
         """The share of each slot's expert, of the shared ones together and of the constant; `g` is the direction of the output."""
         mixed, mixture = self._done[place], self.mixtures[place]
         wide = torch.promote_types(g.dtype, torch.float32)

@@ -78,15 +78,15 @@ class SourceTap(Tap):
         return None if self._found[key].output.shape[2] == write.n_heads else "has heads that are not one attention pattern each"
 
     def shares(
-        self, key: Key, g: Float[Tensor, "batch pos width"], at: Int[Tensor, " row"]
+        self, key: Key, g: Float[Tensor, "... width"], at: Int[Tensor, " row"]
     ) -> tuple[Float[Tensor, "row head source"], Float[Tensor, "row head source"]]:
         """Each source's share in each head, and the attention weights; `g` is the direction in which z is read."""
         call = self._found[key]
-        read = torch.autograd.grad(call.z, call.output, g, retain_graph=True)[0].flatten(0, 1)[at]
+        read = torch.autograd.grad(call.z, call.output, g.reshape(call.z.shape), retain_graph=True)[0].flatten(0, 1)[at]
         pattern = call.pattern[torch.searchsorted(self.places.flat.to(at.device), at)]
         wide = torch.promote_types(g.dtype, torch.float32)
         shares = torch.empty(pattern.shape, dtype=wide, device=pattern.device)
-        batch = at // g.shape[1]
+        batch = at // call.output.shape[1]
         for prompt in batch.unique():
             rows = batch == prompt
             shares[rows] = by_value(read[rows].to(wide), call.value[prompt].to(wide))
