@@ -142,9 +142,9 @@ EFFECTS = Table("effects", (
 
 SIMILARITY = Table("similarity", (
     *_PLACE, _LAYER,
-    _id("layer_to", "the layer compared with"),
-    _kind("measure", "block influence, angular distance, relative magnitude, ..."),
-    _value("value", "the measure's own", "the measure between the two layers at this position"),
+    _id("layer_to", "the layer compared with; n_layers is the stream before the final norm"),
+    _kind("measure", "block_influence, angular_distance or relative_magnitude"),
+    _value("value", "none", "the measure between the streams that enter the two layers"),
 ), "similarity")  # fmt: skip
 
 LENS = Table("lens", (
@@ -165,10 +165,17 @@ PROMOTES = Table("promotes", (
     _value("contribution", "logits", "what the component adds to its logit, less the mean over the vocabulary"),
 ), "promotes")  # fmt: skip
 
+TRAINING = Table("training", (
+    _id("step", "update, from 0; measured before it"),
+    _LAYER,
+    _kind("measure", "loss, gradient_norm, learning_rate, attention_logit or stream_norm"),
+    _value("value", "the measure's own: nats for loss, logits for attention_logit", "the measure at this step, of this layer where it has one"),
+), "train")  # fmt: skip
+
 # A card has one further column a fact, which differ by architecture; they follow as extra columns.
 CARD = Table("card", (_kind("model", "the model's name"),), "card")
 
-TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, PROMOTES, CARD)}
+TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, PROMOTES, TRAINING, CARD)}
 
 
 def table(name: str) -> Table:

@@ -14,7 +14,6 @@ from streamlens.measure.ablation import Tick
 from streamlens.measure.replacements import Donors, Mean, Replacement, Zero, drawn
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts
-from streamlens.prompts.plain import is_index
 from streamlens.stream.values import Key
 
 PAIRED = "paired"
@@ -115,9 +114,3 @@ def _demand_counts(parsed: Prompts, reference: Prompts, at: Sequence[np.ndarray]
         raise InputError(
             f"reference must reach every changed position min_count={min_count} times; got {counts[short[0]]} at position {short[0]}"
         )
-
-
-def whole_number(parameter: str, value: object, least: int) -> int:
-    if not is_index(value) or value < least:
-        raise InputError(f"{parameter} must be a whole number from {least}; got {value!r}")
-    return int(value)

@@ -9,8 +9,8 @@ import numpy as np
 
 from streamlens.arguments import chosen_layers, parsed_for
 from streamlens.calls.reading import Reading, reading
-from streamlens.calls.replacing import METHODS, Reference, reference_of, replacement, whole_number
-from streamlens.errors import InputError, choice
+from streamlens.calls.replacing import METHODS, Reference, reference_of, replacement
+from streamlens.errors import InputError, choice, whole
 from streamlens.measure import units
 from streamlens.measure.ablation import Plan, Removal, Tick, sampled, sweep_batch
 from streamlens.measure.units import Variant
@@ -49,8 +49,9 @@ def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep
     unit, method = given["unit"], given["method"]
     choice("unit", unit, units.UNITS)
     choice("method", method, METHODS)
-    n_samples, seed = whole_number("n_samples", given["n_samples"], 1), whole_number("seed", given["seed"], 0)
-    whole_number("min_count", given["min_count"], 1)
+    for name, least in (("n_samples", 1), ("seed", 0), ("min_count", 1)):
+        whole(name, given[name], least)
+    n_samples, seed = int(given["n_samples"]), int(given["seed"])
     if unit == "expert" and method not in ("remove", "zero"):
         raise InputError(f"method must be 'remove' or 'zero' for experts, which have no value where they are not chosen; got {method!r}")
     parsed = parsed_for(model, prompts)

@@ -6,6 +6,8 @@ from streamlens.frames.columns import Labels
 from streamlens.frames.lens import lens
 from streamlens.frames.norms import norms
 from streamlens.frames.promotes import promotes
-from streamlens.frames.stamp import card, stamp
+from streamlens.frames.similarity import similarity
+from streamlens.frames.stamp import card, stamp, versions
+from streamlens.frames.training import training
 
-__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "promotes", "stamp"]
+__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "promotes", "similarity", "stamp", "training", "versions"]

@@ -7,6 +7,8 @@ intervals and a fixed seed.
 from streamlens.stats.forms import growth_forms, growth_ratios, initial_growth, logit_by_depth, sink_rate
 from streamlens.stats.growth import growth_rate, log_norms
 from streamlens.stats.means import mean_interval, top_components
+from streamlens.stats.perplexity import perplexity
+from streamlens.stats.ranks import rank_agreement
 
 __all__ = [
     "growth_forms",
@@ -16,6 +18,8 @@ __all__ = [
     "log_norms",
     "logit_by_depth",
     "mean_interval",
+    "perplexity",
+    "rank_agreement",
     "sink_rate",
     "top_components",
 ]

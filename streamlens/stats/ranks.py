@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError, choice
-from streamlens.stats.means import _CELLS, _check_boot, _columns, _resample
+from streamlens.stats.means import _CELLS, check_boot, columns, resample
 
 _PLACE = ["layer", "sublayer", "head", "span"]
 
@@ -28,8 +28,8 @@ def rank_agreement(
     (`_low`, `_high`) resample prompts, the same for both, and rank again each time: layers are not exchangeable. n_units are ranked, of
     n_prompts; NaN where everything is tied. Raises InputError for tables of other prompts, or fewer than three units in common.
     """
-    _check_boot(level, n_boot)
-    _columns(ablation, ["prompt", "metric", "delta", *_PLACE, "unit"], "ablation")
+    check_boot(level, n_boot)
+    columns(ablation, ["prompt", "metric", "delta", *_PLACE, "unit"], "ablation")
     choice("metric", metric, ablation["metric"].unique())
     rows = []
     for measure, unit, estimate in _estimates(similarity, metric, skip_first):
@@ -48,11 +48,11 @@ def rank_agreement(
 def _estimates(df: pd.DataFrame, metric: str, skip_first: bool):
     """(measure, unit, `[prompt, unit]`) of each measure that is held against the truth."""
     if "delta" in df.columns:
-        _columns(df, ["prompt", "metric", "method", "unit", *_PLACE], "similarity")
+        columns(df, ["prompt", "metric", "method", "unit", *_PLACE], "similarity")
         for (method, unit), rows in df[df["metric"] == metric].groupby(["method", "unit"], observed=True):
             yield str(method), str(unit), _curve(rows, "delta", "similarity")
         return
-    _columns(df, ["prompt", "position", "layer", "layer_to", "measure", "value"], "similarity")
+    columns(df, ["prompt", "position", "layer", "layer_to", "measure", "value"], "similarity")
     later = df["position"] > 0
     df = df[later] if skip_first and later.any() else df
     df = df.assign(span=df["layer_to"] - df["layer"], sublayer=-1, head=-1)
@@ -75,7 +75,7 @@ def _agreement(truth: np.ndarray, estimate: np.ndarray, level: float, n_boot: in
     n_prompts, n_units = truth.shape
     found = _correlations(truth.mean(0)[None], estimate.mean(0)[None])
     out: dict[str, float] = {}
-    drawn = _resample(n_prompts, n_boot, seed) / n_prompts
+    drawn = resample(n_prompts, n_boot, seed) / n_prompts
     step = max(1, _CELLS // n_units**2)
     parts = (
         [_correlations(drawn[i : i + step] @ truth, drawn[i : i + step] @ estimate) for i in range(0, n_boot, step)]

@@ -226,7 +226,7 @@ BAD = {
     "method must be 'remove' or 'zero' for experts": {"unit": "expert", "method": "mean", "reference": REFERENCE},
     "unit='expert': none of the chosen layers": {"unit": "expert"},
     "at must leave a position of every prompt": {"at": slice(5, None)},
-    "n_samples must be a whole number from 1; got 0": {"n_samples": 0},
+    "n_samples must be a whole number, 1 or more; got 0": {"n_samples": 0},
     "metrics as functions must each have a name of their own; got 'kl'": {"metrics": ["loss", kl]},
 }  # fmt: skip
 
