@@ -63,18 +63,11 @@ class Attention(Hookable):
 
     def _placed(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys turned by their positions, and the keys and values of earlier tokens before the new ones."""
-        cache = None if context.cache is None else context.cache.layers[self.layer]
-        late = self.config.rope_scaling == "dynamic"
-        if context.turns is None:
-            return q, *((k, v) if cache is None else cache.append(k, v))
-        pairs = self.config.rope_pairs
-        q = self.hook_rot_q(rotate(q, context.turns_of(context.start), pairs))
-        if not late:
-            k = self.hook_rot_k(rotate(k, context.turns_of(context.start), pairs))
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if late:
-            k = self.hook_rot_k(rotate(k, context.turns_of(context.end - k.shape[1]), pairs))
+        if context.turns is not None:
+            pairs = self.config.rope_pairs
+            q, k = self.hook_rot_q(rotate(q, context.turns, pairs)), self.hook_rot_k(rotate(k, context.turns, pairs))
+        if context.cache is not None:
+            k, v = context.cache.layers[self.layer].append(k, v)
         return q, k, v
 
     @property

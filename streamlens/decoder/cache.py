@@ -1,12 +1,9 @@
-"""Keys and values of the tokens so far: keys are turned once, when they are written.
-
-Dynamic NTK is the exception: its angles change as the text grows, so its keys are kept unturned.
-"""
+"""Keys and values of the tokens so far: keys are turned once, when they are written."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -34,5 +31,22 @@ class Cache:
     """One a text (or a batch of texts of one length): given to every forward pass, which appends to it."""
 
     def __init__(self, windows: list[int | None]):
-        self.layers = [LayerCache(window) for window in windows]
+        self.windows = windows
+        self.tokens: Int[Tensor, "batch pos"] | None = None  # of texts that may have to be run again
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget keys and values, but not the tokens."""
+        self.layers = [LayerCache(window) for window in self.windows]
         self.length = 0  # tokens that have passed
+
+    def growing(self, ids: Int[Tensor, "batch new"], length: int) -> Int[Tensor, "batch pos"]:
+        """The tokens to run when `ids` come: these, or the whole text anew once it is longer than `length`.
+
+        For dynamic NTK, which turns every token by other angles as the text outgrows the trained length.
+        """
+        self.tokens = ids if self.tokens is None else torch.cat((self.tokens, ids), dim=1)
+        if self.length == 0 or self.tokens.shape[1] <= length:
+            return ids
+        self.clear()
+        return self.tokens

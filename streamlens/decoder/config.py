@@ -97,8 +97,6 @@ class DecoderConfig:
     mup_base_width: int = 64  # the width at which muP is the plain initialisation
 
     def __post_init__(self) -> None:
-        if self.window_layers is not None:
-            object.__setattr__(self, "window_layers", tuple(self.window_layers))
         for name, legal in LEGAL.items():
             choice(name, getattr(self, name), legal)
         refuse_impossible(self)
@@ -179,7 +177,7 @@ class DecoderConfig:
         missing = [name for name in known[:4] if name not in values]
         if missing:
             raise InputError(f"config must hold {', '.join(known[:4])}; {missing[0]} is missing")
-        return cls(**values)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def get_text_config(self) -> TransformersNames:
         """The same facts by transformers' names, for what reads those."""

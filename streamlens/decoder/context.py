@@ -20,7 +20,7 @@ class Context:
     start: int
     end: int
     masks: Mapping[int | None, Tensor | None]  # by window: what is added to scores; None where nothing need be, or `causal` says all
-    turns: Turns | None = None  # at every position up to `end`
+    turns: Turns | None = None
     slopes: Float[Tensor, " head"] | None = None  # of ALiBi
     cache: Cache | None = None
 
@@ -28,10 +28,6 @@ class Context:
     def causal(self) -> bool:
         """Whether a mask of None stands for "no later token" and not for "every token given"."""
         return self.start == 0 and self.end > 1
-
-    def turns_of(self, start: int) -> Turns:
-        cos, sin = self.turns
-        return cos[start:], sin[start:]
 
 
 def added_to_scores(

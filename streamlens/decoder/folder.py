@@ -12,10 +12,7 @@ from streamlens.decoder.config import DecoderConfig
 from streamlens.decoder.model import Decoder
 from streamlens.errors import InputError, SourceError
 
-KIND = "streamlens-decoder"
-"""`model_type` of the config file, by which a folder is known."""
-
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_CONFIG, _WEIGHTS = "decoder.json", "model.safetensors"  # not config.json, which transformers would read as its own
 
 
 def save_decoder(decoder: Decoder, folder: str | os.PathLike, tokenizer=None) -> Path:
@@ -32,7 +29,7 @@ def save_decoder(decoder: Decoder, folder: str | os.PathLike, tokenizer=None) ->
     os.replace(folder / f"{_WEIGHTS}.new", folder / _WEIGHTS)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    text = json.dumps({"model_type": KIND} | decoder.config.to_dict(), indent=1)
+    text = json.dumps(decoder.config.to_dict(), indent=1)
     (folder / f"{_CONFIG}.new").write_text(text, encoding="utf-8")
     os.replace(folder / f"{_CONFIG}.new", folder / _CONFIG)
     return folder
@@ -40,8 +37,7 @@ def save_decoder(decoder: Decoder, folder: str | os.PathLike, tokenizer=None) ->
 
 def is_decoder_folder(folder: str | os.PathLike) -> bool:
     """Whether a folder holds a native decoder rather than a transformers model."""
-    file = Path(folder) / _CONFIG
-    return file.is_file() and f'"{KIND}"' in file.read_text(encoding="utf-8", errors="replace")
+    return (Path(folder) / _CONFIG).is_file()
 
 
 def load_decoder(folder: str | os.PathLike, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Decoder:
@@ -80,9 +76,7 @@ def check_weights(decoder: Decoder, shapes: dict[str, torch.Size], source: str) 
 def _read_config(folder: Path) -> DecoderConfig:
     file = folder / _CONFIG
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values.pop("model_type", None)
-        return DecoderConfig.from_dict(values)
+        return DecoderConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise SourceError(f"{folder} holds no {_CONFIG}") from error
     except (json.JSONDecodeError, AttributeError, InputError) as error:

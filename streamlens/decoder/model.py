@@ -72,6 +72,9 @@ class Decoder(Hookable):
         _check_padding(attention_mask, cache)
         if use_cache and cache is None:
             cache = self.new_cache()
+        n_new = input_ids.shape[1]
+        if cache is not None and self.config.rope_scaling == "dynamic":
+            input_ids = cache.growing(input_ids, self.config.original_length)
         start = 0 if cache is None else cache.length
         end = start + input_ids.shape[1]
         context = self._context(start, end, cache)
@@ -82,7 +85,7 @@ class Decoder(Hookable):
             x = self.final_norm(x)
         if cache is not None:
             cache.length = end
-        return Output(self._logits(x), cache, self._aux_loss() if self.training and self.config.n_experts else None)
+        return Output(self._logits(x[:, -n_new:]), cache, self._aux_loss() if self.training and self.config.n_experts else None)
 
     def _embedded(self, ids: Tensor, start: int, end: int) -> Float[Tensor, "batch pos d_model"]:
         x = times(self.hook_embed(self.embed(ids)), self.config.embed_multiplier)
@@ -102,7 +105,7 @@ class Decoder(Hookable):
             window: None if slopes is None and needs_no_mask(start, end, window) else added_to_scores(start, end, window, slopes, like)
             for window in {block.attn.window for block in self.blocks}
         }
-        turns = None if self.rotary is None else self.rotary(0, end, like.dtype, like.device)
+        turns = None if self.rotary is None else self.rotary(start, end, like.dtype, like.device)
         return Context(start, end, masks, turns, slopes, cache)
 
     def _aux_loss(self) -> Tensor:
