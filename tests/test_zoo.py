@@ -22,6 +22,7 @@ import streamlens as sl
 from streamlens import schema
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import Component, attribute_batch, components
+from streamlens.measure.promotes import sources
 from streamlens.models.anatomy import Anatomy, Layer
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream import changes
@@ -157,6 +158,22 @@ def test_the_lens_at_the_end_is_what_the_model_prints(case, printed):
         assert np.abs(rows.logit.to_numpy() - logits[ids].numpy()).max() <= PRINTED * float(logits.abs().max())
         assert np.allclose(rows.probability, logits.softmax(-1)[ids], rtol=1e-3, atol=1e-6)
         assert np.array_equal(rows["rank"], (logits > logits[ids][:, None]).sum(-1))
+
+
+# -- promoted tokens -----------------------------------------------------------------------------------------------------
+def test_promoted_tokens_are_moved_by_the_rows_of_the_attribution(case):
+    last = {c.kind: c for c in sources(case.anatomy)}  # of each kind
+    asked = [(c.kind, *(n for n in (c.layer, c.head, c.sublayer) if n >= 0)) for c in last.values()]
+    df = sl.promotes(case.model, PROMPTS[:1], asked, top_k=1)
+    df = df[df.direction == "up"]
+    rows = sl.attribute(case.model, PROMPTS[:1], target=df.target.unique().tolist(), versus="mean")
+    size = rows.contribution.abs().groupby(rows.target).sum().max()
+    for kind, c in last.items():
+        of_kind = rows.component.isin(("head", "attn", "attn_bias") if kind == "attn" else (kind,))
+        place = (rows.layer == c.layer) & (rows.sublayer == c.sublayer) & ((rows["head"] == c.head) | (c.head < 0))
+        truth = rows[of_kind & place].groupby("target").contribution.sum()
+        moved = df[(df.component == kind)].set_index("target").contribution
+        assert (moved - truth[moved.index]).abs().max() <= SUM * size, kind
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------------
