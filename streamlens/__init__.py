@@ -11,16 +11,21 @@ _HOME = {
     "ablate": "calls.ablate",
     "norms": "calls.norms",
     "similarity": "calls.similarity",
+    "rearrange": "calls.rearrange",
     "lens": "calls.lens",
+    "effects": "calls.effects",
     "promotes": "calls.promotes",
     "record": "calls.record",
     "card": "calls.card",
     "train": "calls.train",
+    "decompose_norm": "calls.growth",
+    "depth_use": "calls.growth",
+    "gradient_norms": "calls.growth",
     "growth_rate": "stats",
     "Decoder": "decoder.model",
     "DecoderConfig": "decoder.config",
 }
-_MODULES = ("errors", "figures", "prompts", "schema", "stats")
+_MODULES = ("errors", "figures", "orders", "prompts", "schema", "stats")
 
 __all__ = [*_HOME, *_MODULES]
 

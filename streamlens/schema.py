@@ -128,6 +128,37 @@ NORMS = Table("norms", (
     _value("value", "the stream's own, or none", "the measure at this site of this layer and position"),
 ), "norms")  # fmt: skip
 
+NORM_PARTS = Table("norm_parts", (
+    *_PLACE,
+    _kind("component", "what was added to the stream: embed (all that enters the first block), block, attn, mlp, mixer or other"),
+    _LAYER, _SUBLAYER,
+    _kind("component_to", "an addend before it, or itself"),
+    _id("layer_to", "its layer; -1 for embed"),
+    _id("sublayer_to", "its sublayer; -1 for none"),
+    _value("value", "squared norm", "the squared length of an addend, or twice its inner product with an earlier one; they sum to total"),
+    _value("total", "squared norm", "the squared norm of the stream before the final norm"),
+), "decompose_norm")  # fmt: skip
+
+DEPTH_USE = Table("depth_use", (
+    _id("prompt", "index of the input row"),
+    _text("prompt_text", "its text"),
+    _kind("unit", "what was taken away: block, attn, mlp, mixer or head"),
+    _LAYER, _SUBLAYER, _HEAD,
+    _id("layer_to", "the later layer whose write is compared; n_layers for the predictions"),
+    _kind("positions", "all: taken away and measured at every position but the first; future: taken away up to cut, measured after it"),
+    _id("cut", "the last position at which it was taken away; -1 for every one"),
+    _kind("measure", "write, the relative change of the later block's write, or prediction, the distance of the distributions"),
+    _kind("statistic", "max or mean over the prompt's positions"),
+    _value("value", "", "||write - write'|| / ||write||, or ||softmax - softmax'||, both in L2"),
+), "depth_use")  # fmt: skip
+
+GRADIENTS = Table("gradients", (
+    *_PLACE, _LAYER,
+    _kind("site", "resid_pre, or final (after the last block, layer n_layers)"),
+    _value("value", "nats per unit of the stream", "L2 norm of the gradient of the prompt's mean next-token loss"),
+    _value("loss", "nats", "the prompt's mean next-token loss"),
+), "gradient_norms")  # fmt: skip
+
 EFFECTS = Table("effects", (
     *_PLACE, *_TARGET, *_VERSUS, _COMPONENT, *_UNIT_PLACE,
     _kind("method", "how the component was ablated"),
@@ -175,7 +206,21 @@ TRAINING = Table("training", (
 # A card has one further column a fact, which differ by architecture; they follow as extra columns.
 CARD = Table("card", (_kind("model", "the model's name"),), "card")
 
-TABLES = {table.name: table for table in (ATTRIBUTION, ABLATION, NORMS, EFFECTS, SIMILARITY, LENS, PROMOTES, TRAINING, CARD)}
+_TABLES = (
+    ATTRIBUTION,
+    ABLATION,
+    NORMS,
+    NORM_PARTS,
+    DEPTH_USE,
+    GRADIENTS,
+    EFFECTS,
+    SIMILARITY,
+    LENS,
+    PROMOTES,
+    TRAINING,
+    CARD,
+)
+TABLES = {table.name: table for table in _TABLES}
 
 
 def table(name: str) -> Table:

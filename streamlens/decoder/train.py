@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 
@@ -51,7 +51,7 @@ class TrainConfig:
             raise InputError(f"clip must be a positive number or None; got {self.clip!r}")
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, from 0: a straight line up, then half a cosine down to `final_share` (Loshchilov and Hutter 2017)."""
+        """The learning rate of a step, from 0: a line up, then half a cosine down to `final_share` (Loshchilov and Hutter 2017)."""
         if step < self.warm_up:
             return self.learning_rate * (step + 1) / self.warm_up
         past = (step - self.warm_up) / max(1, self.steps - 1 - self.warm_up)
@@ -59,14 +59,21 @@ class TrainConfig:
 
 
 def train(
-    model: nn.Module, data: Data, config: TrainConfig, *, folder: str | os.PathLike | None = None, until: int | None = None
+    model: nn.Module,
+    data: Data,
+    config: TrainConfig,
+    *,
+    folder: str | os.PathLike | None = None,
+    until: int | None = None,
+    watch: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> History:
     """Train a model in place on what `data` draws, and say how it went, from the first step on.
 
     `model` is a :class:`Decoder`, or any module whose output for token ids `[batch, pos]` has `logits` (without looks inside). With a
     `folder`, checkpoints are kept there, and the last one is where training goes on: losses and weights are those of an unbroken run.
-    `until` ends it early, after so many steps in all. Raises :class:`InputError` for data that the model cannot read and a folder that
-    holds another run, and :class:`NumericError`, before the update, for a loss or gradient that is not finite.
+    `until` ends it early, after so many steps in all; the steps pass through `watch`, a progress bar. Raises :class:`InputError` for
+    data that the model cannot read and a folder that holds another run, and :class:`NumericError`, before the update, for a loss or
+    gradient that is not finite.
     """
     _check(model, data, config, until)
     end = config.steps if until is None else min(until, config.steps)
@@ -75,7 +82,7 @@ def train(
     with _training(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(config.seed)
         done, log = _taken_up(folder, model, optimizer, data, config)
-        for step in range(done, end):
+        for step in watch(range(done, end)):
             batch = batch_of(data, config.batch, config.seed, step).to(device)
             if isinstance(model, Decoder) and config.look_every and step % config.look_every == 0:
                 attention_logit, stream_norm = look(model, batch.ids[:_LOOKED_AT])

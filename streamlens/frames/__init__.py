@@ -3,6 +3,8 @@
 from streamlens.frames.ablation import ablation
 from streamlens.frames.attribution import attribution
 from streamlens.frames.columns import Labels
+from streamlens.frames.growth import depth_use, gradients, norm_parts
+from streamlens.frames.effects import effects
 from streamlens.frames.lens import lens
 from streamlens.frames.norms import norms
 from streamlens.frames.promotes import promotes
@@ -10,4 +12,19 @@ from streamlens.frames.similarity import similarity
 from streamlens.frames.stamp import card, stamp, versions
 from streamlens.frames.training import training
 
-__all__ = ["Labels", "ablation", "attribution", "card", "lens", "norms", "promotes", "similarity", "stamp", "training", "versions"]
+__all__ = [
+    "Labels",
+    "ablation",
+    "attribution",
+    "card",
+    "depth_use",
+    "gradients",
+    "effects", "lens",
+    "norm_parts",
+    "norms",
+    "promotes",
+    "similarity",
+    "stamp",
+    "training",
+    "versions",
+]

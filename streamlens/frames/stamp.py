@@ -26,12 +26,17 @@ def stamp(df: pd.DataFrame, model, arguments: Mapping[str, object], **facts: obj
         "source": model.source,
         "revision": model.revision,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        "versions": versions(),
         "seed": _plain(arguments.get("seed")),
         "arguments": {k: _plain(v) for k, v in arguments.items()},
         **facts,
     }
     return df
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that numbers depend on."""
+    return {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}}
 
 
 def _version(package: str) -> str:

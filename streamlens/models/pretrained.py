@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
+from streamlens.decoder.tokenizer import saved_tokenizer
 from streamlens.errors import SourceError, StreamLensError
 from streamlens.models.checks import check_decoder
 from streamlens.models.quiet import quiet_transformers
@@ -77,6 +78,8 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None, **options):
     from transformers import AutoTokenizer
 
     folder = Path(source)
+    if gguf_file is None and (own := saved_tokenizer(folder)) is not None:
+        return own
     if gguf_file is None and folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     if gguf_file is not None:

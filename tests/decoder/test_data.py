@@ -57,7 +57,7 @@ def test_what_is_no_text_is_refused(tmp_path):
         file_text(tmp_path / "none")
     with pytest.raises(InputError, match="at least length = 8 bytes; got 3"):
         Text("abc", length=8)
-    with pytest.raises(InputError, match="held_out must be between 0 and 1; got 1.0"):
+    with pytest.raises(InputError, match=r"held_out must be between 0 and 1; got 1\.0"):
         split("a\n\nb", held_out=1.0)
     with pytest.raises(InputError, match="a paragraph's end in its first 90%"):
         split("one line", held_out=0.1)
