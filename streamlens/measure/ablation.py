@@ -93,15 +93,15 @@ def sweep_batch(
         rows = Rows(batch, places, readouts)
         table = Table.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(clean)
-        overflowed, corrupted = _overflowed([clean_rows]), None
+        bad, corrupted = overflowed([clean_rows]), None
         for draw in plan.replacement.draws(batch, keys):
             if draw.hidden is not None:
                 tick(1.0)
                 corrupted = _corrupted(unembed, rows, clean_rows, draw, plan)
             for numbers, hidden in _replayed(replay, batch, plan, draw, rows, tick):
-                overflowed += _overflowed(hidden)
+                bad += overflowed(hidden)
                 measure(unembed, rows, clean_rows, hidden, table.of(numbers.start, numbers.stop), plan.wanted)
-    return Removal(*places, table.at_position, readouts, table.at_target, overflowed, corrupted, _made_at(batch, plan.at))
+    return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, _made_at(batch, plan.at))
 
 
 def _corrupted(unembed: Unembed, rows: Rows, clean: Tensor, draw: Draw, plan: Plan) -> Table:
@@ -166,7 +166,7 @@ def _made_at(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> dict[int, in
     return {int(prompt): int(at[prompt][0]) if len(at[prompt]) == 1 else SEVERAL for prompt in batch.index}
 
 
-def _overflowed(hidden: Sequence[Tensor]) -> int:
+def overflowed(hidden: Sequence[Tensor]) -> int:
     return sum(int((~torch.isfinite(h)).any(-1).sum()) for h in hidden)
 
 
