@@ -12,6 +12,7 @@ _HOME = {
     "norms": "calls.norms",
     "similarity": "calls.similarity",
     "rearrange": "calls.rearrange",
+    "without_blocks": "calls.surgery",
     "lens": "calls.lens",
     "effects": "calls.effects",
     "promotes": "calls.promotes",

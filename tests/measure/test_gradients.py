@@ -1,0 +1,83 @@
+"""Gradient norms at every resid_pre: against torch's own backward pass through an untouched model."""
+
+import numpy as np
+import pytest
+import torch
+
+import streamlens as sl
+from streamlens import schema
+from streamlens.errors import InputError
+from tests.models import tiny
+
+PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
+
+
+def plain(module, paths, ids):
+    """Norms of the gradient at every block's input and the last one's output, `[layer, pos]`, and the loss, of one prompt."""
+    seen, handles = [], []
+
+    def keep(stream):
+        stream.retain_grad()
+        seen.append(stream)
+
+    first = lambda values: next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())  # noqa: E731
+    for path in paths:
+        block = module.get_submodule(path)
+        handles.append(block.register_forward_pre_hook(lambda _, a, k: keep(first((*a, *k.values()))), with_kwargs=True))
+    last = module.get_submodule(paths[-1])
+    handles.append(last.register_forward_hook(lambda _, a, k, out: keep(out[0] if isinstance(out, tuple) else out), with_kwargs=True))
+    try:
+        logits = module(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        module.zero_grad()
+    return torch.stack([s.grad[0].norm(dim=-1) for s in seen]).double().numpy(), float(loss.detach())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_norms_are_those_of_a_plain_backward_pass(family):
+    model = tiny.proven(family)
+    df = sl.gradient_norms(model, PROMPTS)
+    schema.validate(df, "gradients")
+    for prompt, ids in enumerate(PROMPTS):
+        truth, loss = plain(model.module, model.anatomy.block_paths, ids)
+        rows = df[df.prompt == prompt]
+        found = rows.pivot_table(index="layer", columns="position", values="value").to_numpy()
+        assert abs(found - truth).max() <= 1e-4 * truth.max()
+        assert rows.loss.to_numpy() == pytest.approx(loss, rel=1e-5)
+    assert set(df[df.layer == model.n_layers].site) == {"final"}
+
+
+def test_only_the_last_position_has_no_gradient_at_the_end():
+    df = sl.gradient_norms(tiny.proven("llama"), PROMPTS)
+    final = df[df.site == "final"]
+    last = final.position == final.groupby("prompt").position.transform("max")
+    assert (final[last].value == 0).all()
+    assert (final[~last].value > 0).all()
+
+
+def test_nothing_depends_on_the_batch():
+    together, apart = (sl.gradient_norms(tiny.proven("gemma2"), PROMPTS, max_tokens=n) for n in (1000, 1))
+    np.testing.assert_allclose(together.value, apart.value, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_is_left_as_it_was(training):
+    module = tiny.model("llama").train(training)
+    model = sl.load(module)
+    next(module.parameters()).requires_grad_(False)
+    before = {name: p.requires_grad for name, p in module.named_parameters()}
+    with torch.no_grad():
+        sl.gradient_norms(model, PROMPTS)
+    assert before == {name: p.requires_grad for name, p in module.named_parameters()}
+    assert all(p.grad is None for p in module.parameters())
+    assert module.training is training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_a_prompt_of_one_token_is_refused():
+    with pytest.raises(InputError, match="prompts must have 2 tokens or more, since the loss is of next tokens; got one of 1"):
+        sl.gradient_norms(tiny.proven("llama"), [[1, 2], [3]])
