@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.components import Component, components, places
-from streamlens.measure.places import flat_index, with_top
+from streamlens.measure.places import flat_index, rounds_of, with_top
 from streamlens.measure.splits import Split
 from streamlens.measure.table import Shares, Sources, Table
 from streamlens.models import limits
@@ -45,7 +45,7 @@ def attribute_batch(
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
         table = Table(places(anatomy, split and partial(split.components, tap)), readouts, unembed.wide)
-        rounds = _rounds(readouts)
+        rounds = rounds_of(readouts)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):
             rows = np.flatnonzero(rounds == number)
@@ -130,14 +130,3 @@ def _constants(readout: Readout, wide: torch.dtype) -> dict[Key, Tensor]:
     biases = {(i, "bias", w.leaf): bias_of(module.get_submodule(w.leaf)).to(wide) for i, w in anatomy.writes() if w.bias}
     norms = {(i, "norm", p): anatomy.norms[p].bias for i, p in anatomy.path_norms if anatomy.norms[p].bias is not None}
     return biases | norms
-
-
-def _rounds(readouts: Readouts) -> np.ndarray:
-    """The how-many-eth readout of its (prompt, position) each row is: a backward pass serves one at each position."""
-    order = np.lexsort((readouts.position, readouts.prompt))
-    prompt, position = readouts.prompt[order], readouts.position[order]
-    new = np.r_[True, (prompt[1:] != prompt[:-1]) | (position[1:] != position[:-1])]
-    starts = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    rounds = np.empty(len(new), dtype=np.int64)
-    rounds[order] = np.arange(len(new)) - starts
-    return rounds

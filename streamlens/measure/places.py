@@ -41,3 +41,14 @@ def with_top(readouts: Readouts, batch: TokenBatch, hidden: Float[Tensor, "batch
     ids = np.zeros(len(readouts), dtype=np.int64)
     ids[top] = unembed.top(at(hidden, flat), int(rank.max()) + 1).cpu().numpy()[row, rank]
     return fill_top(readouts, ids)
+
+
+def rounds_of(readouts: Readouts) -> Int64[np.ndarray, " row"]:
+    """The how-many-eth readout of its (prompt, position) each row is: a backward pass serves one at each position."""
+    order = np.lexsort((readouts.position, readouts.prompt))
+    prompt, position = readouts.prompt[order], readouts.position[order]
+    new = np.r_[True, (prompt[1:] != prompt[:-1]) | (position[1:] != position[:-1])]
+    starts = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+    rounds = np.empty(len(new), dtype=np.int64)
+    rounds[order] = np.arange(len(new)) - starts
+    return rounds
