@@ -10,6 +10,7 @@ _HOME = {
     "attribute": "calls.attribute",
     "ablate": "calls.ablate",
     "norms": "calls.norms",
+    "norm_summary": "calls.norms",
     "similarity": "calls.similarity",
     "rearrange": "calls.rearrange",
     "without_blocks": "calls.surgery",
