@@ -14,6 +14,7 @@ _HOME = {
     "similarity": "calls.similarity",
     "rearrange": "calls.rearrange",
     "without_blocks": "calls.surgery",
+    "prune": "calls.prune",
     "lens": "calls.lens",
     "effects": "calls.effects",
     "promotes": "calls.promotes",

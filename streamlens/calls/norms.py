@@ -1,6 +1,8 @@
-"""How the stream grows: `sl.norms`."""
+"""How the stream grows: `sl.norms`, and `sl.norm_summary` for more prompts than a table holds."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -9,9 +11,10 @@ from streamlens import frames
 from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, several, watched
 from streamlens.checks import CHECKS, demand_finite
 from streamlens.errors import choice
-from streamlens.measure import growth, sinks
+from streamlens.measure import growth, running, sinks
 from streamlens.measure.places import places_in
 from streamlens.models.loaded import Model
+from streamlens.prompts import Prompts
 from streamlens.prompts import positions as positions_of
 
 _BY_NAME = (growth.HEAD, growth.PATTERN)  # many rows, and slower: only where they are asked for
@@ -45,16 +48,58 @@ def norms(
     """
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    parsed = parsed_for(model, prompts)
+    parts = list(_batches(model, parsed, positions, measures, sites, progress, max_tokens, check))
+    return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
+
+
+def norm_summary(
+    model: Model,
+    prompts: object,
+    positions: object = None,
+    by: str = "layer",
+    *,
+    measures: object = ("l2", "rms"),
+    sites: object = None,
+    progress: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    check: bool | str = True,
+) -> pd.DataFrame:
+    """The same over any number of prompts in constant memory: one row a measure at one site, with mean, quantiles and more.
+
+    `by` "layer" puts positions from 1 on together (`position` -1) and position 0, whose norm is often a hundred times theirs, apart;
+    "position" gives every position a row. Every position of every prompt counts once: n values of n_prompts prompts, their mean, std,
+    geometric_mean, min, q05, q25, median, q75, q95 and max. The sums merge exactly but for rounding; quantiles come from a mergeable
+    sketch and are within 0.5% of the value at their rank. Other parameters, and what is raised, as in :func:`norms`; for intervals, which
+    need each prompt's own values, take that table. Source of the sketch: Masson, Rim & Lee 2019 (DDSketch).
+    """
+    opened(model)
+    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    choice("by", by, running.GROUPS)
+    parsed, summary = parsed_for(model, prompts), running.Running(by)
+    for part in _batches(model, parsed, positions, measures, sites, progress, max_tokens, check):
+        summary.add(part)
+    return frames.stamp(frames.norm_summary(summary), model, arguments)
+
+
+def _batches(
+    model: Model,
+    parsed: Prompts,
+    positions: object,
+    measures: object,
+    sites: object,
+    progress: bool,
+    max_tokens: int,
+    check: bool | str,
+) -> Iterator[growth.Measured]:
     choice("check", check, CHECKS)
     if measures is None:
         measures = [m for m in growth.MEASURES if m != sinks.MEASURE]
     sites = [s for s in growth.SITES if s not in _BY_NAME] if sites is None else sites
     measures, sites = several("measures", measures, growth.MEASURES), several("sites", sites, growth.SITES)
     meter = growth.Meter(model.module, model.anatomy, sites, measures)
-    parsed = parsed_for(model, prompts)
     where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
-    parts = []
     for batch in watched(batched(model, parsed, max_tokens), progress, "norms"):
-        parts.append(meter.batch(batch, places_in(batch, where)))
-        demand_finite(model, "a norm", int((~np.isfinite(parts[-1].value)).sum()), check)
-    return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
+        part = meter.batch(batch, places_in(batch, where))
+        demand_finite(model, "a norm", int((~np.isfinite(part.value)).sum()), check)
+        yield part

@@ -3,10 +3,10 @@
 from streamlens.frames.ablation import ablation
 from streamlens.frames.attribution import attribution
 from streamlens.frames.columns import Labels
-from streamlens.frames.growth import depth_use, gradients, norm_parts
 from streamlens.frames.effects import effects
+from streamlens.frames.growth import depth_use, gradients, norm_parts
 from streamlens.frames.lens import lens
-from streamlens.frames.norms import norms
+from streamlens.frames.norms import norm_summary, norms
 from streamlens.frames.promotes import promotes
 from streamlens.frames.similarity import similarity
 from streamlens.frames.stamp import card, stamp, versions
@@ -22,6 +22,7 @@ __all__ = [
     "gradients",
     "lens",
     "norm_parts",
+    "norm_summary",
     "norms",
     "promotes",
     "similarity",

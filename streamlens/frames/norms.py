@@ -10,6 +10,8 @@ import pandas as pd
 from streamlens import schema
 from streamlens.frames.columns import Labels, carried, place_columns, repeat
 from streamlens.measure.growth import Column, Measured
+from streamlens.measure.running import Running
+from streamlens.prompts import NONE
 
 
 def norms(parts: Iterable[Measured], labels: Labels) -> pd.DataFrame:
@@ -35,3 +37,14 @@ def measure_columns(names: Sequence[Column], times: int) -> dict:
         codes = np.array([kinds.index(getattr(c, name)) for c in names], dtype=np.int8)
         columns[name] = pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)
     return columns
+
+
+def norm_summary(running: Running) -> pd.DataFrame:
+    """The norm_summary table: groups of positions in order, columns in the model's order; groups without values have no row."""
+    n_groups, n = running.count.shape
+    position = np.array([0, NONE])[:n_groups] if running.group == "layer" else np.arange(n_groups)
+    columns = {"position": position.repeat(n).astype(np.int32)} | measure_columns(running.columns, n_groups)
+    columns |= {"n": running.count.ravel(), "n_prompts": running.n_prompts.repeat(n)}
+    columns |= {name: value.ravel() for name, value in running.statistics().items()}
+    df = pd.DataFrame(columns)
+    return schema.apply(df[df["n"] > 0], "norm_summary")

@@ -20,6 +20,7 @@ def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> 
     that is not in the table, a value that has no logarithm, or rows that repeat within the groups of `by` (models put together
     without a `model` column).
     """
+    df = _of_summary(df)
     columns(df, ["prompt", "position", "layer", "site", "measure", "value"], "df")
     choice("measure", measure, df["measure"].unique())
     rows = df[(df["measure"] == measure) & df["site"].isin(["resid_pre", "final"])]
@@ -32,6 +33,15 @@ def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> 
     if bad.any():
         raise InputError(f"df must have norms above 0 and finite; got {int(bad.sum())} others, first {rows.loc[bad, 'value'].iloc[0]!r}")
     return rows.assign(log=np.log(rows["value"]))
+
+
+def _of_summary(df: pd.DataFrame) -> pd.DataFrame:
+    """A norm_summary table by layer as a norms table of one prompt: its geometric means, at position 0 and at 1 for all later ones."""
+    if not isinstance(df, pd.DataFrame) or "geometric_mean" not in df.columns:
+        return df
+    if not df["position"].isin([0, -1]).all():
+        raise InputError('df must be a norms table, or a norm_summary with by="layer"; got one by position')
+    return df.assign(prompt=0, value=df["geometric_mean"], position=(df["position"] != 0).astype("int32"))
 
 
 def curves_of(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
@@ -90,7 +100,8 @@ def growth_rate(
     From a norms table. For each prompt, log norm is averaged over positions at resid_pre of layer l (and, at l = n_layers, at final);
     its mean over prompts is fitted against l by least squares over `layers` = (first, last), inclusive, by default all of them.
     rate = exp(slope); low and high are its 95% percentile interval from resampling prompts and refitting each time, NaN for a single
-    prompt; r2 is that of the fit, NaN where the norm is constant. `skip_first` leaves out position 0, whose norm is often a hundred
+    prompt, and for a norm_summary table, whose geometric means over all positions are fitted instead; r2 is that of the fit, NaN
+    where the norm is constant. `skip_first` leaves out position 0, whose norm is often a hundred
     times the others'. Raises InputError for layers outside the model or fewer than two, and for a measure that is not in the table.
     Method: Heimersheim & Turner 2023, Residual stream norms grow exponentially over the forward pass; the interval is an addition.
     """
