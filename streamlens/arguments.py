@@ -71,6 +71,6 @@ def batched(model: Model, prompts: Prompts, max_tokens: int) -> list[TokenBatch]
     return batches(prompts, max_tokens, equal_length=model.equal_lengths)
 
 
-def watched(items: list, progress: bool, title: str) -> Iterable:
+def watched(items: list, progress: bool, title: str, unit: str = "batch") -> Iterable:
     """The items, with a progress bar on stderr where it is wanted."""
-    return tqdm(items, desc=title, unit="batch", disable=not progress)
+    return tqdm(items, desc=title, unit=unit, disable=not progress)
