@@ -19,7 +19,7 @@ from streamlens.decoder.rope import rotate
 
 
 class Attention(Hookable):
-    """One layer's attention. `see_attention`, where set, is called with q, k, v and the pattern of every pass."""
+    """One layer's attention. `attend(function, module, q, k, v, mask)`, where set, is called in the function's place."""
 
     PLACES = ("hook_q", "hook_k", "hook_v", "hook_rot_q", "hook_rot_k", "hook_attn_scores", "hook_pattern", "hook_z")
 
@@ -27,7 +27,7 @@ class Attention(Hookable):
         super().__init__()
         c, self.config, self.layer = config, config, layer
         self.window = c.window_of(layer)
-        self.see_attention = None
+        self.attend = None
         width, kv_width = c.n_heads * c.head_width, c.kv_heads * c.head_width
         self.q_proj = nn.Linear(c.d_model, width, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.d_model, kv_width, bias=c.qkv_bias)
@@ -44,9 +44,8 @@ class Attention(Hookable):
         q, k, v = self._projected(x)
         q, k, v = self._placed(q, k, v, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        z = self._written_out(q, k, v, context) if self._watched else self._fused(q, k, v, context)
-        z = self.hook_z(z.transpose(1, 2))
-        return self.o_proj(z.flatten(-2))
+        z = self._written_out(q, k, v, context) if self._is_watched else self._fused(q, k, v, context)
+        return self.o_proj(self.hook_z(z).flatten(-2))
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values `[batch, pos, head, d_head]`, normed where the config says so."""
@@ -71,32 +70,47 @@ class Attention(Hookable):
         return q, k, v
 
     @property
-    def _watched(self) -> bool:
-        looked_at = self.see_attention is not None or self.hook_attn_scores is not passed or self.hook_pattern is not passed
+    def _is_watched(self) -> bool:
+        looked_at = self.attend is not None or self.hook_attn_scores is not passed or self.hook_pattern is not passed
         return looked_at or self.sinks is not None or self.config.attention_softcap is not None
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Float[Tensor, "batch head pos d_head"]:
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Float[Tensor, "batch pos head d_head"]:
         mask, grouped = context.masks[self.window], self.config.kv_heads != self.config.n_heads
         causal = mask is None and context.causal
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.config.scale, enable_gqa=grouped)
+        z = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.config.scale, enable_gqa=grouped)
+        return z.transpose(1, 2)
 
-    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Float[Tensor, "batch head pos d_head"]:
-        c, group = self.config, self.config.n_heads // self.config.kv_heads
-        scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * c.scale
-        if c.attention_softcap is not None:
-            scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+    def _written_out(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Float[Tensor, "batch pos head d_head"]:
         mask = context.masks[self.window]
-        mask = added_to_scores(context.start, context.end, self.window, context.slopes, scores) if mask is None else mask
-        scores = self.hook_attn_scores(scores + mask[..., -k.shape[2] :])
-        pattern = self.hook_pattern(self._softmax(scores).to(v.dtype))
-        if self.see_attention is not None:
-            self.see_attention(q, k, v, pattern)
-        return pattern @ v.repeat_interleave(group, 1)
+        mask = added_to_scores(context.start, context.end, self.window, context.slopes, q) if mask is None else mask
+        if self.attend is None:
+            return eager_attention_forward(self, q, k, v, mask)[0]
+        return self.attend(eager_attention_forward, self, q, k, v, mask)[0]
 
-    def _softmax(self, scores: Float[Tensor, "batch head pos source"]) -> Float[Tensor, "batch head pos source"]:
-        """In float32 at least. A sink takes its share of every row, and the row sums to less than 1."""
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        if self.sinks is None:
-            return scores.softmax(-1, dtype=wide)
-        sinks = self.sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, sinks.to(scores)), dim=-1).softmax(-1, dtype=wide)[..., :-1]
+
+def eager_attention_forward(
+    module: Attention,
+    query: Float[Tensor, "batch head pos d_head"],
+    key: Float[Tensor, "batch kv_head source d_head"],
+    value: Float[Tensor, "batch kv_head source d_head"],
+    attention_mask: Float[Tensor, "*head pos source"],
+) -> tuple[Float[Tensor, "batch pos head d_head"], Float[Tensor, "batch head pos source"]]:
+    """Attention in the open: its output and its pattern. The name is the one that transformers' families give theirs."""
+    c, group = module.config, module.config.n_heads // module.config.kv_heads
+    scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * c.scale
+    if c.attention_softcap is not None:
+        scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+    scores = module.hook_attn_scores(scores + attention_mask)
+    pattern = module.hook_pattern(_softmax(scores, module.sinks).to(value.dtype))
+    return (pattern @ value.repeat_interleave(group, 1)).transpose(1, 2), pattern
+
+
+def _softmax(
+    scores: Float[Tensor, "batch head pos source"], sinks: Float[Tensor, " head"] | None
+) -> Float[Tensor, "batch head pos source"]:
+    """In float32 at least. A sink takes its share of every row, and the row sums to less than 1."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return scores.softmax(-1, dtype=wide)
+    last = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, last.to(scores)), dim=-1).softmax(-1, dtype=wide)[..., :-1]

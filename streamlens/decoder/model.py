@@ -53,6 +53,8 @@ class Decoder(Hookable):
             self.final_norm = make_norm(config) if config.has_final_norm else None
             self.unembed = nn.Linear(config.d_model, config.n_vocab, bias=config.unembed_bias)
         self.to_empty(device=device)
+        if self.pos_embed is None:
+            self.without_places("hook_pos_embed")
         self.tie()
         if seed is not None:
             initialise(self, seed)
@@ -90,7 +92,7 @@ class Decoder(Hookable):
     def _embedded(self, ids: Tensor, start: int, end: int) -> Float[Tensor, "batch pos d_model"]:
         x = times(self.hook_embed(self.embed(ids)), self.config.embed_multiplier)
         if self.pos_embed is not None:
-            x = x + self.hook_pos_embed(self.pos_embed(start, end, x))
+            x = x + self.hook_pos_embed(self.pos_embed(start, end, x).expand_as(x))
         return x if self.embed_norm is None else self.embed_norm(x)
 
     def _logits(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:

@@ -16,6 +16,8 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from streamlens.decoder.attention import Attention
+
 SeeAttention = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Receives q `[batch, head, pos, d_head]`, k and v `[batch, kv_head, source, d_head]`, pattern `[batch, head, pos, source]`."""
 
@@ -54,14 +56,19 @@ def watched_attention(module: nn.Module, see: SeeAttention) -> Iterator[None]:
 @contextmanager
 def replaced_attention(module: nn.Module, attend: Attend) -> Iterator[None]:
     """Within, `attend` is called in the place of every attention function that the model looks up; afterwards all is as it was."""
-    names = {config._attn_implementation for config in _configs(module)} - {None}
+    own = [part for part in module.modules() if isinstance(part, Attention)]  # the native decoder's, which ask nobody for a name
+    before, names = [part.attend for part in own], {config._attn_implementation for config in _configs(module)} - {None}
     attending = _under_way.__dict__.setdefault("attending", [])
     _lead_to_us(names)
     try:
         attending.append(attend)
+        for part in own:
+            part.attend = attend
         yield
     finally:
         attending.remove(attend)
+        for part, attended in zip(own, before, strict=True):
+            part.attend = attended
         _lead_back(names)
 
 
@@ -89,6 +96,8 @@ def _attend(name: str, module: nn.Module, *args, **kwargs):
 
 
 def _lead_to_us(names: set[str]) -> None:
+    if not names:  # and nothing to import
+        return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     with _lock:
@@ -100,6 +109,8 @@ def _lead_to_us(names: set[str]) -> None:
 
 
 def _lead_back(names: set[str]) -> None:
+    if not names:
+        return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     with _lock:
