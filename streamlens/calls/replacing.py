@@ -87,10 +87,10 @@ def replacement(
     tick: Tick,
 ) -> Replacement:
     """The replacement, the means over the reference taken."""
-    if method in ("remove", "zero"):
-        return Zero()
     if reference.paired:
         return Donors(model.module, model.anatomy, [[ids] for ids in reference.prompts.ids], paired=True)
+    if method in ("remove", "zero", "gradient"):
+        return Zero()
     if method == "resample":
         return Donors(model.module, model.anatomy, drawn(parsed.ids, reference.prompts.ids, n_samples, seed))
     mean = Mean(positional=method == "positional_mean")

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamlens.arguments import chosen_layers, parsed_for
+from streamlens.arguments import chosen_layers, chosen_metrics, parsed_for
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.replacing import METHODS, Reference, reference_of, replacement
 from streamlens.errors import InputError, choice, whole
 from streamlens.measure import units
 from streamlens.measure.ablation import Plan, Removal, Tick, sampled, sweep_batch
+from streamlens.measure.gradient import METRICS as SLOPED
+from streamlens.measure.gradient import estimate_batch
+from streamlens.measure.metrics import DEFAULT, name_of
 from streamlens.measure.units import Variant
 from streamlens.models.loaded import Model
 from streamlens.prompts import NONE, Prompts, TokenBatch
@@ -38,8 +41,10 @@ class Sweep:
     @property
     def passes(self) -> float:
         """Forward passes over all prompts: the clean one, the changed ones and those of the reference."""
-        if self.method == "gradient":
-            return 2.0 + self.reference.paired
+        if self.method == "gradient":  # one backward pass for each position that is read of a prompt
+            read, (_, counts) = self.reading, np.unique(self.reading.rows.prompt, return_counts=True)
+            at_place = max(map(len, read.where)) * ("loss" in read.wanted)
+            return 1.0 + self.reference.paired + at_place + int(counts.max(initial=0)) * len(set(read.wanted) - {"loss"})
         donors = len({c.sample for c in self.plan.changes}) if self.method == "resample" else 0
         return 1.0 + sum(map(self.plan.cost, self.plan.changes)) + donors + (self.method in ("mean", "positional_mean"))
 
@@ -55,6 +60,8 @@ def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep
     if unit == "expert" and method not in ("remove", "zero"):
         raise InputError(f"method must be 'remove' or 'zero' for experts, which have no value where they are not chosen; got {method!r}")
     parsed = parsed_for(model, prompts)
+    if method == "gradient":
+        given = {**given, "metrics": _sloped(given["metrics"])}
     read = reading(model, parsed, *(given[k] for k in ("target", "versus", "positions", "metrics", "max_tokens")))
     reference = reference_of(model, parsed, method, given["reference"])
     changes = _changes(model, unit, given)
@@ -78,7 +85,19 @@ def run(sweep: Sweep, tick: Tick) -> Iterator[tuple[TokenBatch, Removal, Plan]]:
     plan, n_tokens = replace(sweep.plan, replacement=source), sum(b.ids.numel() for b in read.batches)
     for batch in read.batches:
         share = batch.ids.numel() / n_tokens
-        yield batch, sweep_batch(model.module, model.anatomy, batch, plan, *read.of(batch), lambda n, share=share: tick(n * share)), plan
+        measure = estimate_batch if sweep.method == "gradient" else sweep_batch
+        yield batch, measure(model.module, model.anatomy, batch, plan, *read.of(batch), lambda n, share=share: tick(n * share)), plan
+
+
+def _sloped(metrics: object) -> tuple[str, ...]:
+    """Metrics of which a gradient says something; those of them that are usual for None."""
+    chosen = tuple(name for name in SLOPED if name in DEFAULT) if metrics is None else chosen_metrics(metrics)
+    flat = [name_of(metric) for metric in chosen if metric not in SLOPED]
+    if flat:
+        raise InputError(
+            f"metrics must be among {', '.join(SLOPED)} for method='gradient': a gradient says nothing of others; got {flat[0]!r}"
+        )
+    return chosen
 
 
 def _changes(model: Model, unit: str, given: Mapping[str, object]) -> tuple[Variant, ...]:

@@ -101,7 +101,7 @@ def sweep_batch(
             for numbers, hidden in _replayed(replay, batch, plan, draw, rows, tick):
                 bad += overflowed(hidden)
                 measure(unembed, rows, clean_rows, hidden, table.of(numbers.start, numbers.stop), plan.wanted)
-    return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, _made_at(batch, plan.at))
+    return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, made_at(batch, plan.at))
 
 
 def _corrupted(unembed: Unembed, rows: Rows, clean: Tensor, draw: Draw, plan: Plan) -> Table:
@@ -160,7 +160,7 @@ def _one(batch: TokenBatch, position: int) -> Tensor:
     return torch.arange(batch.ids.shape[1]).expand_as(batch.ids) == position
 
 
-def _made_at(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> dict[int, int] | None:
+def made_at(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> dict[int, int] | None:
     if at is None:
         return None
     return {int(prompt): int(at[prompt][0]) if len(at[prompt]) == 1 else SEVERAL for prompt in batch.index}
