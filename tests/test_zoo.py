@@ -23,7 +23,7 @@ from streamlens import schema
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import Component, attribute_batch, components
 from streamlens.measure.promotes import sources
-from streamlens.models.anatomy import Anatomy, Layer
+from streamlens.models.anatomy import Anatomy, Layer, Write
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream import changes
 from streamlens.stream.changes import places
@@ -174,6 +174,49 @@ def test_promoted_tokens_are_moved_by_the_rows_of_the_attribution(case):
         truth = rows[of_kind & place].groupby("target").contribution.sum()
         moved = df[(df.component == kind)].set_index("target").contribution
         assert (moved - truth[moved.index]).abs().max() <= SUM * size, kind
+
+
+# -- effects -------------------------------------------------------------------------------------------------------------
+def test_total_effects_are_hooked_passes_and_direct_ones_the_attribution(case, printed):
+    layer = case.anatomy.n_layers - 2
+    df = sl.effects(case.model, PROMPTS, target=TARGET, layers=layer)
+    parts = sl.attribute(case.model, PROMPTS, target=TARGET)
+    size = parts.contribution.abs().groupby(parts.prompt).sum().max()
+    joined = df.merge(parts, on=["prompt", "component", "layer", "sublayer", "head"])
+    assert len(joined) == len(parts[(parts.layer == layer) & ~parts.component.str.endswith("_bias")])
+    assert (joined.direct - joined.contribution).abs().max() <= SUM * size
+    last = df[df.prompt == 0].drop_duplicates(["component", "sublayer"], keep="last")
+    for row in last.itertuples():
+        kind = "attn" if row.component == "head" else row.component
+        write = next(w for w in case.anatomy.layers[layer].writes if (w.kind, w.sublayer) == (kind, row.sublayer))
+        part = slice(row.head * write.d_head, (row.head + 1) * write.d_head) if row.component == "head" else slice(None)
+        logits = _zeroed_by_hooks(case, layer, write, part)
+        assert abs(row.total - float(printed[0][-1, TARGET[0]] - logits[TARGET[0]])) <= REPLAY * float(printed[0].abs().max()), row
+
+
+@torch.no_grad()
+def _zeroed_by_hooks(case: Case, layer: int, write: Write, part: slice) -> Tensor:
+    """What the model prints behind the first prompt with coordinates of a leaf at zero, at every position."""
+    call = sum(write.leaf in [w.leaf for w in other.writes] for other in case.anatomy.layers[:layer])
+    seen = []
+
+    def zero(x: Tensor) -> Tensor:
+        seen.append(x)
+        if len(seen) != call + 1:
+            return x
+        x = x.clone()
+        x[..., part] = 0
+        return x
+
+    leaf = case.module.get_submodule(write.leaf)
+    if write.n_heads:
+        handle = leaf.register_forward_pre_hook(lambda _, args: (zero(args[0]), *args[1:]))
+    else:
+        handle = leaf.register_forward_hook(lambda _, args, out: (zero(out[0]), *out[1:]) if isinstance(out, tuple) else zero(out))
+    try:
+        return case.module(input_ids=torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1].double()
+    finally:
+        handle.remove()
 
 
 # -- heads ---------------------------------------------------------------------------------------------------------------

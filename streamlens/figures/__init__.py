@@ -5,7 +5,10 @@ Every function takes `ax=`; without it the Axes are on a figure of their own, wh
 
 from streamlens.figures.ablation import removal
 from streamlens.figures.attribution import heads, waterfall
+from streamlens.figures.effects import effects
+from streamlens.figures.lens import lens
 from streamlens.figures.norms import growth
+from streamlens.figures.promotes import promotes
 from streamlens.figures.style import save, style
 
-__all__ = ["growth", "heads", "removal", "save", "style", "waterfall"]
+__all__ = ["effects", "growth", "heads", "lens", "promotes", "removal", "save", "style", "waterfall"]

@@ -12,6 +12,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from streamlens.errors import InputError, choice
 
@@ -19,6 +20,7 @@ from streamlens.errors import InputError, choice
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 POSITIVE, NEGATIVE, TOTAL = PALETTE[0], PALETTE[1], "0.35"
 DIVERGING = "RdBu"  # blue where a contribution is positive, as POSITIVE
+SEQUENTIAL = "Blues"
 
 _WIDTHS = {"paper": {1: 3.25, 2: 6.75}, "notebook": {1: 6.0, 2: 10.0}, "talk": {1: 6.5, 2: 12.0}}  # inches
 _HEIGHT = {1: 0.72, 2: 0.42}  # of the width
@@ -107,6 +109,15 @@ def title(ax: Axes, text: str) -> None:
     points = ax.get_window_extent().width * 72 / ax.figure.dpi
     characters = max(20, int(1.1 * points / (0.58 * ax.title.get_fontsize())))  # a letter is a little over half as wide as high
     ax.set_title("\n".join(textwrap.wrap(text, characters, break_on_hyphens=False)), parse_math=False)
+
+
+def plain_log_axis(ax: Axes) -> None:
+    """Plain numbers, and never an axis with a single label: within a factor of 4 even steps, within two decades also at 2 and 5."""
+    low, high = ax.get_ylim()
+    decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
+    ax.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else decades)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(fig_or_ax: Figure | Axes, path_stem: str | Path, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:

@@ -1,0 +1,84 @@
+"""The figure of the lens table: what the model would say at each layer, over the tokens of one prompt."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator
+
+from streamlens.errors import InputError, choice
+from streamlens.figures import frames, labels
+from streamlens.figures.style import SEQUENTIAL, axes, title
+
+_NEEDED = ("prompt", "position", "token", "layer", "site", "norm", "target", "target_token", "k", "probability")
+_SHOWN = {"top": 0, "target": -1}
+_DARK = 0.55  # text on cells of this probability and more is white
+_LETTER = 0.57  # width of a letter over its height
+
+
+def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
+    """What the model would say if it ended at a layer: a layer × position map of the likeliest token, coloured by its probability.
+
+    `df` is a lens table of one prompt and one norm, with one site a layer (resid_pre and final, as by default). `show="target"` colours
+    the probability of the named target instead, and writes its rank; the title names it where it is one. Raises InputError for several
+    prompts, models, norms, sites of one layer or targets of one position, and for a table without the rows that are shown.
+    """
+    frames.columns(df, _NEEDED, "a lens")
+    choice("show", show, _SHOWN)
+    frames.refuse_several(df, names=["model", "prompt", "norm"], may="")
+    rows = df[df["k"] == _SHOWN[show]]
+    if rows.empty:
+        raise InputError(f"df must have rows of k={_SHOWN[show]} for show={show!r}; got k from {df['k'].min()} to {df['k'].max()}")
+    if rows.duplicated(["position", "layer"]).any():
+        several = "site of a layer" if rows.groupby(["layer"])["site"].nunique().max() > 1 else "target of a position"
+        raise InputError(f"df must hold one {several}; got several: select one")
+    positions, layers = (np.sort(rows[name].unique()) for name in ("position", "layer"))
+    font = 0.8 * mpl.rcParams["font.size"]
+    ax = axes(ax, height=(1.45 * len(layers) * font + 8 * mpl.rcParams["font.size"]) / 72)
+    grid = rows.pivot(index="layer", columns="position", values="probability").to_numpy()
+    edges = (np.arange(len(positions) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5)
+    look = {"cmap": mpl.colormaps[SEQUENTIAL].with_extremes(bad="0.88"), "vmin": 0, "vmax": 1, "edgecolors": "white", "linewidth": 0.3}
+    mesh = ax.pcolormesh(*edges, grid, **look)
+    _axes(ax, rows, positions, layers, font)
+    _write(ax, rows, positions, layers, font, show)
+    ax.figure.colorbar(mesh, ax=ax).set_label("probability")
+    title(ax, _title(rows, show))
+    return ax
+
+
+def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float) -> None:
+    tokens = rows.drop_duplicates("position").set_index("position")["token"]
+    ax.set(xlim=(-0.5, len(positions) - 0.5), ylim=(len(layers) - 0.5, -0.5), xlabel="token", ylabel="layer")
+    ax.xaxis.set_major_locator(FixedLocator(np.arange(len(positions))))
+    ax.set_xticklabels([_bare(str(tokens[p]), 12) for p in positions], rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
+    step = max(1, round(len(layers) / 12))
+    ticks = np.arange(0, len(layers), step)
+    ax.set_yticks(ticks, [str(layers[i]) for i in ticks])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def _write(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
+    """The token (or the target's rank) in every cell, cut to its width."""
+    wide = ax.get_position().width * 0.82 * ax.figure.get_figwidth() * 72 / len(positions)
+    n = max(1, int(wide / (_LETTER * font)))
+    x, y = np.searchsorted(positions, rows["position"]), np.searchsorted(layers, rows["layer"])
+    texts = rows["rank"].astype(str) if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
+    for i, j, text, probability in zip(x, y, texts, rows["probability"], strict=True):
+        colour = "white" if probability >= _DARK else "black"
+        ax.text(i, j, text, fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False)
+
+
+def _title(rows: pd.DataFrame, show: str) -> str:
+    norm = "" if rows["norm"].iloc[0] == "recomputed" else ", final norm frozen"
+    if show == "top":
+        return f"likeliest token at each layer{norm}"
+    named = labels.visible(str(rows["target_token"].iloc[0])) if rows["target"].nunique() == 1 else "target"
+    return f"rank and probability of {named}{norm}"
+
+
+def _bare(text: str, longest: int) -> str:
+    """A token without quotes and outer spaces, since cells are narrow; of a space alone its sign."""
+    return labels.visible(text.strip() or text.replace(" ", "␣"), max(longest, 2))[1:-1]
