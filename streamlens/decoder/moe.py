@@ -27,14 +27,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.d_model, config.mlp_width))
 
     def forward(
-        self, x: Float[Tensor, "token d_model"], index: Int[Tensor, "token slot"], weights: Float[Tensor, "token slot"]
+        self, x: Float[Tensor, "token d_model"], top_k_index: Int[Tensor, "token slot"], top_k_weights: Float[Tensor, "token slot"]
     ) -> Float[Tensor, "token d_model"]:
-        """The weighed sum of each token's chosen experts."""
+        """The weighed sum of each token's chosen experts; arguments as transformers' families name theirs."""
         out = torch.zeros_like(x)
         for expert in range(len(self.up_proj)):
-            token, slot = torch.where(index == expert)
+            token, slot = torch.where(top_k_index == expert)
             if len(token):
-                out = out.index_add(0, token, self._one(expert, x[token]) * weights[token, slot, None])
+                out = out.index_add(0, token, self._one(expert, x[token]) * top_k_weights[token, slot, None])
         return out
 
     def _one(self, expert: int, x: Tensor) -> Tensor:

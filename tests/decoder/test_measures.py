@@ -81,6 +81,29 @@ def test_sources_of_a_head_sum_to_the_head():
     assert (heads - sums.reindex(heads.index)).abs().max() <= EXACT * heads.abs().max()
 
 
+SPLIT = {
+    "neuron": ("gqa", "positions alibi", "deepnorm, layernorm and biases", "sandwich", "multipliers and deepnorm"),
+    "expert": ("experts", "experts, shared ones too", "plain experts"),
+    "token": ("sink, softcap and window", "positions dynamic", "post"),
+}
+
+
+@pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SPLIT.items() for name in names])
+def test_finer_rows_add_up_as_well(by, name):
+    df = sl.attribute(sl.load(decoder(**CASES[name])), PROMPTS, target=3, versus=5, positions="last", by=by)
+    assert misses(df) <= EXACT
+    assert df.attrs["additivity_error"] <= EXACT
+
+
+@pytest.mark.parametrize("name", ["gqa", "experts", "post", "pre, attention only", "positions dynamic"])
+def test_every_other_call_takes_it(name):
+    model = sl.load(decoder(**CASES[name]))
+    for call in (sl.lens, sl.effects, sl.similarity, sl.norm_summary):
+        assert len(call(model, PROMPTS))
+    for unit in ("attn", "head"):
+        assert len(sl.ablate(model, PROMPTS, target=3, unit=unit, method="mean", reference=[[3, 1, 4, 1, 5]]))
+
+
 FACTS = {
     "deepnorm": {"norm_placement": "post", "final_norm": False, "stream_multiplier": 6**0.25},
     "sandwich": {"norm_placement": "sandwich", "norm": "rmsnorm"},
