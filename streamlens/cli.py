@@ -115,7 +115,17 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--top-k", type=int, default=5, metavar="K", help="likeliest tokens at each layer (default 5)")
     add.add_argument("--norm", choices=("recomputed", "frozen"), default="recomputed", help="the final norm's scale (default recomputed)")
 
+    where = _position_options("default last")
+    add = commands.add_parser(
+        "effects", parents=[model, prompts, target, where], help="direct, total and indirect effect of each component"
+    )
+    add.add_argument("--layers", type=integers, metavar="NUMBERS", help="layers whose components are ablated (default all)")
+    add.add_argument("--method", choices=("zero", "mean"), default="zero", help="what stands in a component's place (default zero)")
+    add.add_argument("--reference", metavar="FILE", help="prompts whose mean it is")
+    add.add_argument("--top", type=int, default=20, metavar="N", help="rows to print of each logit (default 20)")
+
     where = _position_options("default all")
+    commands.add_parser("similarity", parents=[model, prompts, where], help="how alike are the streams of two layers?")
     commands.add_parser("norms", parents=[model, prompts, where], help="how does the stream grow?")
     commands.add_parser("card", parents=[model], help="the architecture, read off the model")
     return top

@@ -20,7 +20,7 @@ from streamlens.schema import write_parquet
 
 WATERFALLS = 8  # figures a call draws at most, one a logit
 Given = list[str] | pd.DataFrame | None  # prompts as the command line gives them
-TABLE_OF = {"attribute": "attribution", "ablate": "ablation", "lens": "lens", "norms": "norms", "card": "card"}
+TABLE_OF = {"attribute": "attribution", "ablate": "ablation"}  # the others have their command's name
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,8 +40,9 @@ def _measure(args: argparse.Namespace, prompts: Given) -> None:
         if folder is None:
             print(frame.to_csv(index=False) if args.csv else TEXTS[args.command](frame, args), end="" if args.csv else "\n")
         else:
-            save(frame, folder, TABLE_OF[args.command], csv=args.csv)
-            FIGURES[args.command](frame, folder)
+            save(frame, folder, TABLE_OF.get(args.command, args.command), csv=args.csv)
+            if args.command in FIGURES:
+                FIGURES[args.command](frame, folder)
     if args.out:
         print(f"written to {args.out}")
 
@@ -81,7 +82,7 @@ def _load(args: argparse.Namespace):
 def _prompts(args: argparse.Namespace) -> Given:
     if args.command == "card":
         return None
-    if args.command == "attribute" and args.top < 1:
+    if getattr(args, "top", 1) < 1:
         raise InputError(f"top must be 1 or more; got {args.top}")
     return promptfile.read_prompts(args.prompts) if args.prompts else args.prompt
 
@@ -106,9 +107,21 @@ def _attribute(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
 
 
 def _ablate(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
-    reference = args.reference if args.reference in (None, "paired") else promptfile.read_prompts(args.reference)
+    reference = _reference(args)
     chosen = {"layers": args.layers, "heads": args.heads, "span": args.span, "metrics": args.metrics}
     return sl.ablate(model, prompts, args.unit, args.method, reference=reference, seed=args.seed, **chosen, **_read_at(args))
+
+
+def _reference(args: argparse.Namespace) -> Given | str:
+    return args.reference if args.reference in (None, "paired") else promptfile.read_prompts(args.reference)
+
+
+def _effects(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.effects(model, prompts, method=args.method, reference=_reference(args), layers=args.layers, **_read_at(args))
+
+
+def _similarity(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
+    return sl.similarity(model, prompts, positions=args.positions, progress=not args.quiet)
 
 
 def _lens(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
@@ -124,6 +137,8 @@ MEASURES = {
     "attribute": _attribute,
     "ablate": _ablate,
     "lens": _lens,
+    "effects": _effects,
+    "similarity": _similarity,
     "norms": _norms,
     "card": lambda model, prompts, args: sl.card(model),
 }
@@ -131,6 +146,8 @@ TEXTS = {
     "attribute": lambda frame, args: text.attribution_text(frame, args.top),
     "ablate": lambda frame, args: text.ablation_text(frame),
     "lens": lambda frame, args: text.lens_text(frame),
+    "effects": lambda frame, args: text.effects_text(frame, args.top),
+    "similarity": lambda frame, args: text.similarity_text(frame),
     "norms": lambda frame, args: text.norms_text(frame),
     "card": lambda frame, args: text.card_text(frame),
 }
@@ -150,11 +167,17 @@ def _draw_removal(frame: pd.DataFrame, folder: Path) -> None:
         figures.save(figures.removal(frame, metric=metric), folder / f"removal_{metric}")
 
 
-FIGURES = {
+def _draw_lens(frame: pd.DataFrame, folder: Path) -> None:
+    for prompt, rows in list(frame.groupby("prompt"))[:WATERFALLS]:
+        figures.save(figures.lens(rows), folder / f"lens_{prompt}")
+
+
+FIGURES = {  # a card and a similarity have none of their own
     "attribute": _draw_attribution,
     "ablate": _draw_removal,
+    "lens": _draw_lens,
+    "effects": lambda frame, folder: figures.save(figures.effects(frame), folder / "effects"),
     "norms": lambda frame, folder: figures.save(figures.growth(frame), folder / "growth"),
-    "card": lambda frame, folder: None,
 }
 
 

@@ -23,8 +23,6 @@ def attribution_text(df: pd.DataFrame, top: int = 20) -> str:
 
 def _one_logit(group: pd.DataFrame, top: int) -> str:
     first = group.iloc[0]
-    against = f" - {str(first.versus_token)!r}" if first.versus != -1 else ""
-    head = f"prompt {first.prompt}: {_shortened(str(first.prompt_text))!r}, position {first.position} ({str(first.token)!r})"
     ordered = group.sort_values("contribution", key=abs, ascending=False, kind="stable")
     lines = [(component_name(row), row.contribution) for row in ordered.head(top).itertuples()]
     if len(ordered) > top:
@@ -33,7 +31,17 @@ def _one_logit(group: pd.DataFrame, top: int) -> str:
     lines.append(("logit", first.logit))
     width = max(16, *(len(name) for name, _ in lines))
     body = "\n".join(f"  {name:<{width}} {value:>10.4f}" for name, value in lines)
-    return f"{head}\nlogit of {str(first.target_token)!r}{against}\n{body}"
+    return f"{_asked(first)}\n{body}"
+
+
+def _asked(first: pd.Series) -> str:
+    """Which logit, of which prompt, at which position."""
+    against = f" - {str(first.versus_token)!r}" if first.versus != -1 else ""
+    return f"{_place(first)}\nlogit of {str(first.target_token)!r}{against}"
+
+
+def _place(first: pd.Series) -> str:
+    return f"prompt {first.prompt}: {_shortened(str(first.prompt_text))!r}, position {first.position} ({str(first.token)!r})"
 
 
 def _shortened(text: str, width: int = 60) -> str:
@@ -59,13 +67,32 @@ def lens_text(df: pd.DataFrame) -> str:
 
 
 def _one_lens(group: pd.DataFrame) -> str:
-    first = group.iloc[0]
-    head = f"prompt {first.prompt}: {_shortened(str(first.prompt_text))!r}, position {first.position} ({str(first.token)!r})"
     lines = []
     for (layer, site), rows in group[group.k >= 0].groupby(["layer", "site"], sort=False, observed=True):
         tokens = "  ".join(f"{str(row.target_token)!r} {row.probability:.3f}" for row in rows.sort_values("k").itertuples())
         lines.append(f"  {layer:>3} {site:<10} {tokens}")
-    return "\n".join([head, *lines])
+    return "\n".join([_place(group.iloc[0]), *lines])
+
+
+def effects_text(df: pd.DataFrame, top: int = 20) -> str:
+    """For each logit the components with the `top` largest total effects, direct and indirect effect beside them."""
+    return "\n\n".join(_one_effect(group, top) for _, group in df.groupby(_GROUP, sort=False))
+
+
+def _one_effect(group: pd.DataFrame, top: int) -> str:
+    ordered = group.sort_values("total", key=abs, ascending=False, kind="stable").head(top)
+    table = ordered[["direct", "indirect", "total", "repair_heads", "repair_mlps", "repair_norm"]]
+    table = table.assign(component=[component_name(row) for row in ordered.itertuples()])
+    return f"{_asked(group.iloc[0])}\nclean - ablated ({group.method.iloc[0]}), {len(ordered)} of {len(group)} components\n" + _table(
+        table.set_index("component")
+    )
+
+
+def similarity_text(df: pd.DataFrame) -> str:
+    """Mean over prompts and positions of neighbouring layers' measures, one line a layer; position 0 left out where there are others."""
+    rows = df[(df.layer_to == df.layer + 1) & ((df.position > 0) | (df.position.max() == 0))]
+    table = rows.groupby(["layer", "measure"], observed=True)["value"].mean().unstack("measure")
+    return f"each layer's stream and the next one's, mean over {_prompts(df)}\n{_table(table)}"
 
 
 def norms_text(df: pd.DataFrame) -> str:

@@ -43,7 +43,7 @@ def test_help_is_quick():
 
 
 def test_every_command_has_help(capsys):
-    for command in ("report", "attribute", "ablate", "lens", "norms", "card"):
+    for command in ("report", "attribute", "ablate", "lens", "effects", "similarity", "norms", "card"):
         with pytest.raises(SystemExit, match="0"):
             cli.main([command, "--help"])
         assert "--out DIR" in capsys.readouterr().out
@@ -83,6 +83,24 @@ def test_lens_ends_with_what_the_model_says(loaded, capsys):
     assert len(lines) == 1 + 31
     assert lines[-1].split()[:3] == ["30", "final", "'"]
     assert "' Paris'" in lines[-1]
+
+
+def test_effects_and_similarity_are_printed(loaded, capsys):
+    assert cli.main(["effects", *EIFFEL, "--layers", "28,29", "--top", "3", "--quiet"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "clean - ablated (zero), 3 of 22 components"
+    assert lines[3].split() == ["component", "direct", "indirect", "total", "repair_heads", "repair_mlps", "repair_norm"]
+    direct, indirect, total = map(float, lines[4].split()[-6:-3])
+    assert direct + indirect == pytest.approx(total, abs=2e-4)
+    assert cli.main(["similarity", *EIFFEL[:2], "--quiet"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 30
+
+
+def test_lens_and_effects_have_their_figures(loaded, tmp_path):
+    assert cli.main(["lens", *EIFFEL[:2], "--top-k", "1", "--out", str(tmp_path / "lens"), "--quiet"]) == 0
+    assert cli.main(["effects", *EIFFEL, "--layers", "29", "--out", str(tmp_path / "effects"), "--quiet"]) == 0
+    assert {p.name for p in (tmp_path / "lens").iterdir()} >= {"lens.parquet", "lens_0.pdf", "lens_0.png"}
+    assert {p.name for p in (tmp_path / "effects").iterdir()} >= {"effects.parquet", "effects.pdf", "effects.png"}
 
 
 def test_heads_by_the_mean_of_a_file(loaded, capsys, tmp_path):

@@ -100,3 +100,20 @@ def test_finer_rows_are_named():
     assert text.component_name(SimpleNamespace(**row)) == "L3 neuron 12"
     row = {"layer": 3, "component": "head", "sublayer": 0, "head": 2, "source": 4, "source_token": " a"}
     assert text.component_name(SimpleNamespace(**row)) == "L3 head 2 <- ' a' at 4"
+
+
+def test_effects_list_the_largest_totals():
+    rows = [("mlp", 3, -1, 1.0, -3.0), ("head", 2, 1, 0.5, 0.25)]
+    df = pd.DataFrame(rows, columns=["component", "layer", "head", "direct", "indirect"])
+    df = df.assign(total=df.direct + df.indirect, repair_heads=0.0, repair_mlps=0.0, repair_norm=df.indirect, sublayer=0, method="zero")
+    df = df.assign(prompt=0, prompt_text="text", position=3, token="x", target=5, target_token=" a", versus=-1, versus_token="")
+    lines = text.effects_text(df, top=1).splitlines()
+    assert lines[1:3] == ["logit of ' a'", "clean - ablated (zero), 1 of 2 components"]
+    assert lines[-1].split() == ["L3", "mlp", "1.0000", "-3.0000", "-2.0000", "0.0000", "0.0000", "-3.0000"]
+    assert len(text.effects_text(df).splitlines()) == len(lines) + 1
+
+
+def test_similarity_is_that_of_neighbours():
+    rows = [(0, 0, 1, 9.0), (1, 0, 1, 0.25), (2, 0, 1, 0.75), (1, 0, 2, 5.0)]
+    df = pd.DataFrame(rows, columns=["position", "layer", "layer_to", "value"]).assign(prompt=0, measure="block_influence")
+    assert text.similarity_text(df).splitlines()[-1].split() == ["0", "0.5000"]
