@@ -7,8 +7,26 @@ from streamlens.figures.ablation import removal
 from streamlens.figures.attribution import heads, waterfall
 from streamlens.figures.effects import effects
 from streamlens.figures.lens import lens
+from streamlens.figures.maps import depth_use, norm_map
 from streamlens.figures.norms import growth
+from streamlens.figures.parts import norm_parts
 from streamlens.figures.promotes import promotes
 from streamlens.figures.style import save, style
+from streamlens.figures.writes import gradients, writes
 
-__all__ = ["effects", "growth", "heads", "lens", "promotes", "removal", "save", "style", "waterfall"]
+__all__ = [
+    "depth_use",
+    "effects",
+    "gradients",
+    "growth",
+    "heads",
+    "lens",
+    "norm_map",
+    "norm_parts",
+    "promotes",
+    "removal",
+    "save",
+    "style",
+    "waterfall",
+    "writes",
+]

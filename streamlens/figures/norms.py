@@ -1,4 +1,4 @@
-"""The figure of the norms table: how the residual stream grows with depth."""
+"""The growth curve of the norms table, with what it is compared to: a fit, three laws of growth, initialisation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from streamlens.errors import InputError
 from streamlens.figures import frames, labels, lines
-from streamlens.figures.style import axes, thin, title
-from streamlens.stats import growth_rate, log_norms, mean_interval
+from streamlens.figures.style import axes, plain_log_axis, thin, title
+from streamlens.stats import growth_forms, growth_rate, initial_growth, log_norms, mean_interval
+from streamlens.stats.forms import fitted
 
 _NEEDED = ("prompt", "position", "layer", "site", "measure", "value")
 _MEASURES = {"l2": "residual stream norm (L2)", "rms": "residual stream RMS"}
@@ -21,15 +22,6 @@ def _geometric(rows: pd.DataFrame, groups: list[str]) -> pd.DataFrame:
     """Geometric means over positions, then prompts, with their intervals."""
     means = mean_interval(rows, "log", [*groups, "layer"])
     return means.assign(**{name: np.exp(means[name]) for name in ("mean", "low", "high")})
-
-
-def _log_axis(ax: Axes) -> None:
-    """Plain numbers, and never an axis with a single label: within a factor of 4 even steps, within two decades also at 2 and 5."""
-    low, high = ax.get_ylim()
-    decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
-    ax.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else decades)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_fit(ax: Axes, fit: pd.Series, curve: pd.DataFrame) -> None:
@@ -42,19 +34,48 @@ def _draw_fit(ax: Axes, fit: pd.Series, curve: pd.DataFrame) -> None:
     ax.plot(x, y, color="black", linewidth=thin(), linestyle=":", zorder=3, label=label)
 
 
+def _compare(ax: Axes, rows: pd.DataFrame, curves: pd.DataFrame, by: list[str], forms, initial: float | None, measure: str) -> None:
+    """The laws that a single curve is held against."""
+    if forms is None and initial is None:
+        return
+    if by and len(curves[by].drop_duplicates()) > 1:
+        raise InputError(f"forms and initial must stand beside one curve; got {len(curves[by].drop_duplicates())}")
+    if forms is not None:
+        shown = ax.get_ylim()
+        fits = growth_forms(rows, forms, skip_first=bool((rows["position"] > 0).any()), measure=measure)
+        for (_, row), dashes in zip(fits.iterrows(), (":", "--", "-."), strict=True):
+            layers = np.arange(row["first"], row["last"] + 1)
+            norm = fitted(row, layers)
+            label = f"{row['form']} (R² {row['r2']:.3f})"
+            ax.plot(layers, np.where(norm > 0, norm, np.nan), color="black", linewidth=thin(), linestyle=dashes, zorder=3, label=label)
+        ax.set_ylim(shown)  # a straight line may fall to 0 within the range
+    if initial is not None:
+        expected = initial_growth(int(curves["layer"].max()), float(initial))
+        start = curves.loc[curves["layer"].idxmin(), "mean"]
+        band = [start * expected[name] for name in ("low", "high")]
+        ax.fill_between(expected["layer"], *band, color="0.5", alpha=0.2, linewidth=0, label="Xiong et al., pre-norm")
+        label = f"random walk, variance {initial:g}"
+        ax.plot(expected["layer"], start * expected["random_walk"], color="0.4", linewidth=thin(), label=label)
+
+
 def growth(
     df: pd.DataFrame,
     ax: Axes | None = None,
     measure: str = "l2",
     by: str | Sequence[str] | None = None,
     fit: Sequence[int] | None = None,
+    forms: Sequence[int] | None = None,
+    initial: float | None = None,
 ) -> Axes:
     """How the stream grows: its norm before each layer, and after the last, on a logarithmic axis.
 
     `df` is a norms table. A curve is the geometric mean over positions but the first, then over prompts, its band the 95% interval from
     resampling prompts; position 0, often a hundred times larger, is the thin dashed line. `by` names columns that get curves of their
-    own, such as "model". `fit` = (first, last) adds the growth rate over these layers, inclusive, to the legend. Raises InputError for
-    a measure that is not in the table, layers out of range, and several models that `by` does not name.
+    own, such as "model". `fit` = (first, last) adds the growth rate over these layers, inclusive, to the legend; `forms` = (first, last)
+    the exponential, linear and square-root fits with the R² of each, and `initial` what is expected of a pre-norm network at
+    initialisation, from the curve's first value on: the random walk whose sublayers write `initial` times the embedding's mean square,
+    and the bounds of Xiong et al. 2020 (see :func:`streamlens.stats.initial_growth`). Raises InputError for a measure that is not in the
+    table, layers out of range, several models that `by` does not name, and `forms` or `initial` beside several curves.
     """
     frames.columns(df, _NEEDED, "a norms")
     by = frames.grouping(df, by)
@@ -74,10 +95,11 @@ def growth(
         if fit is not None:
             rate = growth_rate(lines.of(df, by, key), fit, skip_first=bool(later.any()), measure=measure)
             _draw_fit(ax, rate.iloc[0], curve)
+    _compare(ax, rows, curves, by, forms, initial, measure)
     if apart:
         ax.plot([], [], color="0.4", linestyle="--", linewidth=thin(), label="position 0")
     lines.layer_axis(ax, curves["layer"])
-    _log_axis(ax)
+    plain_log_axis(ax)
     final = rows.loc[rows["site"] == "final", "layer"].unique()
     after = f" ({final[0]} is after the last)" if len(final) == 1 else ""
     ax.set(xlabel=f"layer{after}", ylabel=_MEASURES.get(measure, measure))

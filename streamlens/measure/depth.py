@@ -6,7 +6,7 @@ layer's write; predictions by the L2 distance of the distributions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,9 @@ from streamlens.stream.unembed import Unembed
 UNITS = ("block", "attn", "mlp", "mixer", "head")
 SPANS = ("all", "future")
 STATISTICS = ("max", "mean")
+TOKENS = 512
+"""Tokens a pass, over the variants that share it."""
+
 LEAST = 1e-6
 """A write's length is taken to be at least this, as in the authors' code."""
 
@@ -63,12 +66,13 @@ def depth_use_batch(
     hidden: list[Tensor] = []
     with _Writes(module, anatomy) as writes:
         clean = writes.record(batch.ids, batch.mask)
-        for number, variant in enumerate(taken):
+        for start, stop in _groups(len(taken), batch.ids.numel() if writes.enlarges else None):
 
-            def see(layer: int, change: Tensor, number: int = number) -> None:
-                write[number, layer] = _over_positions(change, read)
+            def see(number: int, layer: int, change: Tensor, start: int = start) -> None:
+                write[start + number, layer] = _over_positions(change, read)
 
-            hidden.append(writes.compared([site.change(None, changed) for site in variant.sites], see)[read])
+            variants = [[site.change(None, changed) for site in variant.sites] for variant in taken[start:stop]]
+            hidden += [h[read] for h in writes.compared(variants, see)]
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
     moved = _moved(unembed, clean[read], hidden)
     prediction = np.stack([_over_positions(_scattered(m, read), read) for m in moved])
@@ -87,12 +91,20 @@ class _Writes(Replay):
             self._run.on_input(path, lambda layer, named: self._enter(stream_of((), named)))
             self._run.on_output(path, lambda layer, out, _: self._leave(layer, out))
 
-    def compared(self, made: Sequence[Change], see: Callable[[int, Tensor], None]) -> Float[Tensor, "batch pos d_model"]:
-        """The unembedding's input under these changes; `see` gets each later block's relative change `[batch, pos]`."""
-        first = min(change.layer for change in made)
-        self._compare = lambda layer, change: see(layer, change) if layer > first else None
+    def compared(
+        self, variants: Sequence[Sequence[Change]], see: Callable[[int, int, Tensor], None]
+    ) -> Float[Tensor, "variant batch pos d_model"]:
+        """The unembedding's input under each set of changes; `see` gets (variant, layer, relative change) of every later block."""
+        firsts = [min(change.layer for change in made) for made in variants]
+
+        def compare(layer: int, change: Float[Tensor, "variant batch pos"]) -> None:
+            for number, (first, moved) in enumerate(zip(firsts, change, strict=True)):
+                if layer > first:
+                    see(number, layer, moved)
+
+        self._compare = compare
         try:
-            return self.each([made])[0]
+            return self.each(variants)
         finally:
             self._compare = None
 
@@ -103,11 +115,17 @@ class _Writes(Replay):
         write = out - self._entered
         if self._recording:
             self._clean.append(write)
-        elif self._compare is not None:
+        elif self._compare is not None and layer > self._resume:
             wide = torch.promote_types(write.dtype, torch.float32)
             clean = self._clean[layer].to(wide)
-            moved = torch.linalg.vector_norm(write.to(wide) - clean, dim=-1)
+            moved = torch.linalg.vector_norm(write.to(wide).unflatten(0, (-1, len(clean))) - clean, dim=-1)
             self._compare(layer, moved / torch.linalg.vector_norm(clean, dim=-1).clamp_min(LEAST))
+
+
+def _groups(n: int, tokens: int | None) -> Iterator[tuple[int, int]]:
+    """Neighbouring changes that share a pass, so that it has as many tokens as are worth one; each by itself where that is not possible."""
+    size = 1 if tokens is None else max(1, TOKENS // tokens)
+    return ((start, min(start + size, n)) for start in range(0, n, size))
 
 
 def _over_positions(change: Float[Tensor, "batch pos"], read: Bool[Tensor, "batch pos"]) -> Float64[np.ndarray, "batch 2"]:

@@ -4,7 +4,7 @@ The unit of resampling is the prompt, since the positions of one prompt depend o
 intervals and a fixed seed.
 """
 
-from streamlens.stats.forms import growth_forms, growth_ratios, initial_growth, logit_by_depth, sink_rate
+from streamlens.stats.forms import growth_forms, growth_ratios, growth_sources, initial_growth, logit_by_depth, sink_rate
 from streamlens.stats.growth import growth_rate, log_norms
 from streamlens.stats.means import mean_interval, top_components
 from streamlens.stats.perplexity import perplexity
@@ -14,6 +14,7 @@ __all__ = [
     "growth_forms",
     "growth_rate",
     "growth_ratios",
+    "growth_sources",
     "initial_growth",
     "log_norms",
     "logit_by_depth",

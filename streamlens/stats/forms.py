@@ -49,9 +49,9 @@ def growth_forms(df: pd.DataFrame, layers: Sequence[int] | None = None, skip_fir
     """Exponential, linear or square-root growth: one row a form (and model) with intercept, slope, r2, first, last, n_prompts.
 
     From a norms table; the curve is the one that :func:`growth_rate` fits. Each form is a line in depth, by least squares: of log norm
-    (exponential), of norm (linear), of squared norm (sqrt: what a random walk gives). r2 is always that of log norm, so that the
-    three can be compared; it is below 0 where a form does worse than no growth, NaN where the norm is constant. Raises InputError
-    for layers outside the model or fewer than two.
+    (exponential), of norm (linear), of squared norm (sqrt: what a random walk gives). r2 is always that of the norm itself, so that
+    the three can be compared (for the exponential it is not that of :func:`growth_rate`, which is of log norm); it is below 0 where a
+    form does worse than no growth, NaN where the norm is constant. Raises InputError for layers outside the model or fewer than two.
     """
     rows = log_norms(df, measure)
     groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
@@ -64,7 +64,7 @@ def growth_forms(df: pd.DataFrame, layers: Sequence[int] | None = None, skip_fir
         for form, (there, _) in FORMS.items():
             slope, intercept = np.polyfit(layer, there(np.exp(logs)), 1)
             fit = {"model": model, "form": form, "intercept": intercept, "slope": slope}
-            fits.append(fit | {"r2": _r2(logs, fitted(fit, layer)), "first": first, "last": last, "n_prompts": len(curves)})
+            fits.append(fit | {"r2": _r2(np.exp(logs), fitted(fit, layer)), "first": first, "last": last, "n_prompts": len(curves)})
     return pd.DataFrame(fits)
 
 
@@ -73,12 +73,11 @@ def fitted(fit: pd.Series | dict, layer: np.ndarray) -> np.ndarray:
     return FORMS[fit["form"]][1](fit["intercept"] + fit["slope"] * np.asarray(layer, dtype=np.float64))
 
 
-def _r2(logs: np.ndarray, norms: np.ndarray) -> float:
-    total = float(((logs - logs.mean()) ** 2).sum())
-    if total <= 1e-24 * len(logs):  # constant but for rounding
+def _r2(norms: np.ndarray, fit: np.ndarray) -> float:
+    total = float(((norms - norms.mean()) ** 2).sum())
+    if total <= 1e-24 * float((norms**2).sum()):  # constant but for rounding
         return np.nan
-    with np.errstate(divide="ignore"):  # a line may reach 0 within the range: as bad as a fit can be
-        return 1 - float(((logs - np.log(np.maximum(norms, 0))) ** 2).sum()) / total
+    return 1 - float(((norms - fit) ** 2).sum()) / total
 
 
 def initial_growth(n_layers: int, variance: float = 0.5) -> pd.DataFrame:
@@ -133,3 +132,25 @@ def logit_by_depth(df: pd.DataFrame, level: float = 0.95, n_boot: int = 2000, se
     by_model = out.groupby(model, observed=True)["mean"] if model else out["mean"]
     out["cumulative"] = by_model.cumsum()
     return out.assign(share=out["mean"] / (by_model.transform("sum") if model else out["mean"].sum()))
+
+
+def growth_sources(df: pd.DataFrame, skip_first: bool = True, level: float = 0.95, n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
+    """How much of the final squared norm each layer has brought, by size and by alignment: two rows a layer (and model).
+
+    From a norm_parts table. source "size" is the squared length of what the layer added (of two sublayers, also their inner product),
+    "alignment" twice its inner product with all that stood there before; mean, low and high are shares of ||x_L||^2, taken at each
+    position and averaged over positions, then prompts, and n is the number of prompts. The means sum to 1; layer -1 is the embedding.
+    `skip_first` leaves out position 0. Raises InputError for another table, or one without positions after the first.
+    """
+    needed = ["prompt", "position", "layer", "layer_to", "value", "total"]
+    missing = [name for name in needed if name not in df.columns]
+    if missing:
+        raise InputError(f"df must be a norm_parts table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns))}")
+    rows = df[df["position"] > 0] if skip_first else df
+    if rows.empty:
+        raise InputError("skip_first must be False where every row is a first position; got True")
+    model = ["model"] if "model" in df.columns else []
+    own = rows["layer"] == rows["layer_to"]
+    rows = rows.assign(source=np.where(own, "size", "alignment"), share=rows["value"] / rows["total"])
+    sums = rows.groupby([*model, "prompt", "position", "layer", "source"], observed=True)["share"].sum().reset_index()
+    return mean_interval(sums, "share", [*model, "layer", "source"], level=level, n_boot=n_boot, seed=seed)
