@@ -1,6 +1,6 @@
 """Ratios of streamlens' calls to a plain forward pass and to TransformerLens, both sides alternating in one process.
 
-python run.py [attribution] [memory] [removal] [startup] [--rounds N] [--threads N]
+python run.py [attribution] [source] [neuron] [expert] [memory] [removal] [startup] [--rounds N] [--threads N]
 """
 
 from __future__ import annotations
@@ -86,6 +86,51 @@ def transformer_lens(model, ids: torch.Tensor, rounds: int) -> None:
     report("TransformerLens' attribution of the same / ours", ratio(seconds, "theirs", "attribute"), 3.5, at_least=True)
 
 
+def source(rounds: int) -> None:
+    model = sl.load(MODEL)
+    ids = tokens(model, 1, 256)
+    sides = {"plain": lambda: plain(model, ids), "source": lambda: sl.attribute(model, ids, target=5, by="source")}
+    seconds = alternate(sides, rounds)
+    report("heads by source at one position of 256 tokens / plain forward pass with logits", ratio(seconds, "source", "plain"), 1.3)
+    print(f"    {len(sides['source']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+
+
+def neuron(rounds: int) -> None:
+    model = sl.load(MODEL)
+    ids = tokens(model, 4, 256)
+    sides = {
+        "plain": lambda: plain(model, ids),
+        "neuron": lambda: sl.attribute(model, ids, target="next", positions="all", by="neuron"),
+    }
+    seconds = alternate(sides, max(3, rounds // 2))
+    report("MLPs by neuron, 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "neuron", "plain"), 2.0)
+    print(f"    {len(sides['neuron']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+    peaks = peaks_of(("plain", "neuron"), max(3, rounds // 2))
+    report("peak memory of the same / plain forward pass", peaks["neuron"] / peaks["plain"], 1.5)
+
+
+def expert(rounds: int) -> None:
+    model = sl.load(mixtral())
+    ids = tokens(model, 4, 256)
+    sides = {
+        "plain": lambda: plain(model, ids),
+        "expert": lambda: sl.attribute(model, ids, target="next", positions="all", by="expert"),
+    }
+    seconds = alternate(sides, max(3, rounds // 2))
+    report("mixtures by expert, 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "expert", "plain"), 2.2)
+    print(f"    {len(sides['expert']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+
+
+def mixtral():
+    """A random Mixtral of middle size: its weights change no timing."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 8, "vocab_size": 32000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=1024)).eval()
+
+
 def removal(rounds: int) -> None:
     model = sl.load(MODEL)
     ids = tokens(model, 4, 128)
@@ -102,20 +147,29 @@ def removal(rounds: int) -> None:
 
 
 def memory(rounds: int) -> None:
-    peaks: dict[str, list[int]] = {"plain": [], "attribute": []}
-    for _ in range(max(3, rounds // 2)):
+    median = peaks_of(("plain", "attribute"), max(3, rounds // 2))
+    report("peak memory of attribution of 4 x 256 tokens / plain forward pass", median["attribute"] / median["plain"], 1.2)
+
+
+def peaks_of(sides: tuple[str, ...], rounds: int) -> dict[str, float]:
+    """The median of each side's peak memory in MiB, every round in a fresh process."""
+    peaks: dict[str, list[int]] = {side: [] for side in sides}
+    for _ in range(rounds):
         for side, seen in peaks.items():
             out = subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True)
             seen.append(int(out.split()[-1]) // 1024)
-    median = {side: statistics.median(seen) for side, seen in peaks.items()}
-    report("peak memory of attribution of 4 x 256 tokens / plain forward pass", median["attribute"] / median["plain"], 1.2)
     print(f"    MiB in each fresh process: {peaks}")
+    return {side: statistics.median(seen) for side, seen in peaks.items()}
 
 
 def memory_of(side: str) -> None:
     """Print the peak resident set of one call less what the loaded, warmed-up process holds, in KiB."""
     model = sl.load(MODEL)
-    calls = {"plain": lambda ids: plain(model, ids), "attribute": lambda ids: sl.attribute(model, ids, target="next", positions="all")}
+    calls = {
+        "plain": lambda ids: plain(model, ids),
+        "attribute": lambda ids: sl.attribute(model, ids, target="next", positions="all"),
+        "neuron": lambda ids: sl.attribute(model, ids, target="next", positions="all", by="neuron"),
+    }
     calls[side](tokens(model, 1, 16))
     ids = tokens(model, 4, 256)
     before = resident()
@@ -160,7 +214,15 @@ def report(what: str, measured: float, asked: float, at_least: bool = False) -> 
     print(f"{measured:6.2f}  ({'at least' if at_least else 'at most'} {asked:.2f}: {'met' if met else 'MISSED'})  {what}", flush=True)
 
 
-PARTS = {"startup": startup, "attribution": attribution, "memory": memory, "removal": removal}
+PARTS = {
+    "startup": startup,
+    "attribution": attribution,
+    "source": source,
+    "neuron": neuron,
+    "expert": expert,
+    "memory": memory,
+    "removal": removal,
+}
 
 
 def main() -> None:
@@ -168,7 +230,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--memory-of", choices=("plain", "attribute"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=("plain", "attribute", "neuron"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.memory_of:

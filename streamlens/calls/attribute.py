@@ -15,9 +15,9 @@ from streamlens.measure import attribution as dla
 from streamlens.measure.experts import ByExpert
 from streamlens.measure.neurons import ByNeuron
 from streamlens.measure.sources import BySource, ByToken
-from streamlens.measure.splits import Split
+from streamlens.measure.splits import KEPT, Split
 from streamlens.models.loaded import Model
-from streamlens.prompts import NONE, readouts
+from streamlens.prompts import NONE, Prompts, Readouts, readouts
 from streamlens.prompts.plain import is_index
 from streamlens.stream.unembed import SCALES
 
@@ -72,7 +72,7 @@ def attribute(
     if scale == "logprob" and (wanted.versus != NONE).any():
         raise InputError("versus must be None with scale='logprob': a difference of log-probabilities is the difference of logits")
     shares = []
-    for batch in watched(batched(model, parsed, max_tokens), progress, "attribute"):
+    for batch in watched(batched(model, parsed, _tokens(max_tokens, split, wanted, parsed)), progress, "attribute"):
         chosen = wanted.take(np.isin(wanted.prompt, batch.index))
         if len(chosen):
             shares.append(dla.attribute_batch(model.module, model.anatomy, batch, chosen, split, scale))
@@ -89,6 +89,14 @@ def _split(model: Model, by: str | None, top_k: int | None) -> Split | None:
     if top_k is not None and not (is_index(top_k) and top_k > 0):
         raise InputError(f"top_k must be a whole number above 0, or None for all; got {top_k!r}")
     return None if by is None else _SPLITS[by](model.module, model.anatomy, top_k)
+
+
+def _tokens(max_tokens: int, split: Split | None, wanted: Readouts, parsed: Prompts) -> int:
+    """Tokens a batch: no more than asked for, and no more than the split may keep of them (one prompt at least)."""
+    if split is None or not split.kept:
+        return max_tokens
+    read = min(1.0, len(wanted) / sum(parsed.lengths))
+    return min(max_tokens, max(1, int(KEPT / (split.kept * read))))
 
 
 _SPLITS: dict[str, Callable[..., Split]] = {"neuron": ByNeuron, "expert": ByExpert, "source": BySource, "token": ByToken}

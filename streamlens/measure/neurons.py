@@ -32,6 +32,7 @@ class ByNeuron(Split):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no neurons that can be read: none of its MLPs ends in one linear map (experts: by='expert')"
             )
+        self.kept = sum(width_in(module.get_submodule(path)) for path in self.down.values())
 
     def components(self, tap: NeuronTap, layer: int, write: Write) -> tuple[Component, ...] | None:
         if (layer, write.leaf) not in self.down:

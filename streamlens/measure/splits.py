@@ -17,6 +17,9 @@ from streamlens.models.anatomy import Write
 from streamlens.stream.readout import Key
 from streamlens.stream.tap import Places, Tap
 
+KEPT = 2**24
+"""Numbers that a split keeps of one batch, 64 MiB in float32; a single prompt may need more."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -33,6 +36,7 @@ class Split:
     """Rows that stand in place of a write's own; `column` is what tells them apart."""
 
     column: str
+    kept = 0  # numbers kept of each position that is read until the backward pass has used them
 
     def components(self, tap: Tap, layer: int, write: Write) -> tuple[Component, ...] | None:
         """What the write becomes, () where it adds to the heads before it; None where it stays whole."""
