@@ -15,6 +15,7 @@ _HOME = {
     "rearrange": "calls.rearrange",
     "without_blocks": "calls.surgery",
     "prune": "calls.prune",
+    "plan": "calls.plan",
     "lens": "calls.lens",
     "effects": "calls.effects",
     "promotes": "calls.promotes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pandas as pd
 
 from streamlens import frames
@@ -31,6 +33,7 @@ def ablate(
     versus: object = None,
     positions: object = None,
     metrics: object = None,
+    resume: str | os.PathLike | None = None,
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
     check: bool | str = True,
@@ -53,6 +56,7 @@ def ablate(
     (logits) and target_rank (tokens strictly above the target) by default; js (nats), l2 (of probabilities), target_logprob (nats), and
     functions of (clean logits, ablated logits), `[row, vocab]` each, that give `[row]`.
 
+    `resume`: a folder that keeps what is finished; the same call on the same model and prompts goes on from there, or reads it all.
     `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a
     value is not finite.
 
@@ -60,12 +64,12 @@ def ablate(
     and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).
     """
     opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress", "resume")}
     choice("check", check, CHECKS)
     sweep = prepare(model, prompts, arguments)
     parts = []
     with bar(sweep.passes, progress, f"{method} {unit}") as tick:
-        for batch, part, plan in run(sweep, tick):
+        for batch, part, plan in run(sweep, tick, resume):
             parts.append(part)
             demand_finite(model, f"the stream, clean or with one {unit} changed,", part.overflowed, check)
             if check == "full" and method != "gradient":

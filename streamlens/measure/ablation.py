@@ -64,16 +64,6 @@ class Plan:
         return (self.n_layers - change.layer - gone) / self.n_layers
 
 
-class Store:
-    """Where finished numbers of a batch are kept between runs; this one keeps nothing."""
-
-    def read(self, name: str, empty: Table, readouts: Readouts) -> tuple[Table, Readouts, int] | None:
-        return None
-
-    def write(self, name: str, table: Table, readouts: Readouts, overflowed: int) -> None:
-        pass
-
-
 def sweep_batch(
     module: nn.Module,
     anatomy: Anatomy,

@@ -58,12 +58,6 @@ class Table:
 
         return Table(part(self.at_position), part(self.at_target))
 
-    def put(self, other: Table) -> None:
-        """Take over the numbers of another table of the same shape."""
-        for mine, theirs in ((self.at_position, other.at_position), (self.at_target, other.at_target)):
-            for name, (clean, changed) in mine.items():
-                clean[:], changed[:] = theirs[name]
-
 
 @torch.no_grad()
 def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Table, wanted: tuple[Metric, ...]) -> None:

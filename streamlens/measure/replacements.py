@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -43,6 +43,16 @@ class Zero:
         yield Draw({})
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A replacement that is made when it is first needed: a sweep whose numbers are all at hand needs none."""
+
+    make: Callable[[], Replacement]
+
+    def draws(self, batch: TokenBatch, keys: Collection[Key]) -> Iterator[Draw]:
+        yield from self.make().draws(batch, keys)
+
+
 @dataclass
 class Mean:
     """Means over reference prompts, of all real tokens but the first; `positional`: of each position by itself, the first included."""
@@ -50,6 +60,16 @@ class Mean:
     positional: bool = False
     sums: dict[Key, Tensor] = field(default_factory=dict)
     counts: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @classmethod
+    def of(cls, positional: bool, keys: Sequence[Key], arrays: Sequence[np.ndarray]) -> Mean:
+        """What :meth:`arrays` gave."""
+        counts, *sums = map(torch.tensor, arrays)  # copies: what comes from a file cannot be written
+        return cls(positional, {key: flat.reshape(len(counts), -1) for key, flat in zip(keys, sums, strict=True)}, counts)
+
+    def arrays(self, keys: Sequence[Key]) -> list[np.ndarray]:
+        """The counts, then the sums at each key."""
+        return [self.counts.numpy(), *(self.sums[key].numpy() for key in keys)]
 
     def add(self, module: nn.Module, anatomy: Anatomy, batch: TokenBatch, keys: Collection[Key]) -> None:
         """Take in one batch of reference prompts."""
