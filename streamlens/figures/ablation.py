@@ -13,7 +13,7 @@ from streamlens.figures.style import axes, thin, title
 from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "metric", "delta")
-_UNITS = ("block", "attn", "mlp")
+_UNITS = ("block", "attn", "mlp", "mixer")
 _METRICS = {
     "loss": "Δ loss (nats)",
     "kl": "KL divergence (nats)",
@@ -22,11 +22,18 @@ _METRICS = {
     "logit_diff": "Δ logit difference (logits)",
     "target_rank": "Δ rank of the target",
     "top1_agree": "Δ top-1 agreement",
+    "target_logprob": "Δ log probability of the target (nats)",
+    "l2": "L2 distance of probabilities",
 }
 
 
+def axis_of(metric: str) -> str:
+    """How an axis names the change of a metric."""
+    return _METRICS.get(metric, f"Δ {metric}")
+
+
 def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: str | Sequence[str] | None = None) -> Axes:
-    """What breaks without a layer: the change of `metric` against the layer removed, one curve a unit (block, attn, mlp).
+    """What breaks without a layer: the change of `metric` against the layer removed, one curve a unit (block, attn, mlp, mixer).
 
     `df` is an ablation table. A curve is the mean of delta over prompts (positions averaged within each first), its band the 95%
     interval from resampling prompts. `by` names columns with several values that get curves of their own, such as "model" or
@@ -40,7 +47,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     choice("metric", metric, df["metric"].unique())
     rows = df[df["metric"] == metric]
     if not rows["unit"].isin(_UNITS).all():
-        raise InputError(f"df must hold the units block, attn or mlp, one curve each; got {', '.join(rows['unit'].unique())}")
+        raise InputError(f"df must hold the units block, attn, mlp or mixer, one curve each; got {', '.join(rows['unit'].unique())}")
     frames.refuse_several(rows, by)
     frames.refuse_several(rows[rows["unit"] != "block"], by, names=["sublayer"])  # a block has none, -1
     frames.refuse_targets(rows, by, may=" or name it in by=")
@@ -54,7 +61,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
     for key, look in looks.items():
         lines.draw(ax, lines.of(means, groups, key), lines.name(key), look)
     lines.layer_axis(ax, means["layer"])
-    ax.set(xlabel="layer", ylabel=_METRICS.get(metric, f"Δ {metric}"))
+    ax.set(xlabel="layer", ylabel=axis_of(metric))
     interval = "" if means["n"].max() == 1 else ", 95% interval"
     title(ax, f"mean of {labels.sample(means['n'])}{interval}" if interval else labels.sample(means["n"]))
     ax.legend()

@@ -45,6 +45,18 @@ def rank_agreement(
     return pd.DataFrame(rows)
 
 
+def paired_means(
+    ablation: pd.DataFrame, similarity: pd.DataFrame, measure: str, metric: str = "loss", skip_first: bool = True
+) -> pd.DataFrame:
+    """What :func:`rank_agreement` ranks: one row a layer, span or head with layer, sublayer, head, span, truth and estimate (means)."""
+    for name, unit, estimate in _estimates(similarity, metric, skip_first):
+        if name == measure:
+            truth = _curve(ablation[(ablation["metric"] == metric) & (ablation["unit"] == unit)], "delta", "ablation")
+            units = truth.columns.intersection(estimate.columns)
+            return units.to_frame(index=False).assign(truth=truth[units].mean().to_numpy(), estimate=estimate[units].mean().to_numpy())
+    raise InputError(f"measure must be one that the similarity has; got {measure!r}")
+
+
 def _estimates(df: pd.DataFrame, metric: str, skip_first: bool):
     """(measure, unit, `[prompt, unit]`) of each measure that is held against the truth."""
     if "delta" in df.columns:
