@@ -3,9 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+import streamlens as sl
 from streamlens import schema, stats
 from streamlens.errors import InputError
+from tests.models import tiny
 
 
 def norms(curve, prompts=4, positions=3, spread=0.0, seed=0, model=None):
@@ -155,3 +158,52 @@ def test_sources_of_growth_are_shares_that_sum_to_one():
     np.testing.assert_allclose(out[out.source == "size"].set_index("layer")["mean"], expected)
     with pytest.raises(InputError, match="df must be a norm_parts table with columns layer_to, total"):
         stats.growth_sources(norms(CURVES["linear"]))
+
+
+def test_a_prediction_is_settled_where_the_top_token_stays():
+    rows = []
+    for prompt, tops in enumerate([[1, 7, 3, 7, 7], [4, 4, 4, 4, 4], [5, 5, 5, 5, 9], [2, 8, 8, 8, 8]]):
+        rows += [(prompt, 3, layer, top, k) for layer, top in enumerate(tops) for k, top in ((-1, tops[-1]), (0, top), (1, 99))]
+    df = pd.DataFrame(rows, columns=["prompt", "position", "layer", "target", "k"])
+    df["site"] = np.where(df.layer == 4, "final", "resid_pre")
+    out = stats.settled_layer(df)
+    assert out.layer.tolist() == [3, 0, 4, 1]
+    assert out.depth.tolist() == [0.75, 0.0, 1.0, 0.25]
+    two = stats.settled_layer(pd.concat([df.assign(norm="frozen"), df.assign(norm="recomputed")]))
+    assert len(two) == 8
+    with pytest.raises(InputError, match="df must be a lens table with top_k=1 or more at the sites resid_pre and final"):
+        stats.settled_layer(df[df.k == -1])
+
+
+def test_settled_layers_of_a_model():
+    """Against argmaxes of a lens made by hand from raw streams."""
+    model = tiny.proven("llama")
+    prompts = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12]]
+    out = stats.settled_layer(sl.lens(model, prompts, top_k=1)).set_index(["prompt", "position"])
+    kept = sl.record(model, prompts, sites=["resid_pre", "resid_post"])
+    streams = [kept[f"blocks.{i}.hook_resid_pre"] for i in range(model.n_layers)] + [kept[f"blocks.{model.n_layers - 1}.hook_resid_post"]]
+    with torch.no_grad():
+        tops = torch.stack([model.module.lm_head(model.module.model.norm(x)).argmax(-1) for x in streams])
+    for prompt, ids in enumerate(prompts):
+        for position in range(len(ids)):
+            same = (tops[:, prompt, position] == tops[-1, prompt, position]).tolist()
+            assert out.layer[prompt, position] == next(i for i in range(len(same)) if all(same[i:]))
+
+
+def test_a_pre_norm_network_at_initialisation_stays_within_the_published_bounds():
+    """Xiong et al. 2020: unit embedding, Xavier weights, uniform attention, MLPs as wide as the stream."""
+    config = sl.DecoderConfig(
+        n_vocab=500, d_model=256, n_layers=10, n_heads=4, placement="pre", norm="layernorm", mlp="relu", d_mlp=256, init="xavier",
+        positions="none",
+    )  # fmt: skip
+    decoder = sl.Decoder(config)
+    with torch.no_grad():
+        decoder.get_input_embeddings().weight.normal_()
+    model = sl.load(decoder)
+    ids = torch.randint(500, (6, 24), generator=torch.Generator().manual_seed(0))
+    df = sl.norms(model, ids, measures="rms", sites=["resid_pre", "final"])
+    square = df[df.position > 0].assign(square=lambda d: d.value**2).groupby("layer").square.mean().to_numpy()
+    bounds = stats.initial_growth(10)
+    assert (square >= 0.93 * square[0] * bounds.low**2).all()
+    assert (square <= square[0] * bounds.high**2).all()
+    assert square[-1] > 3 * square[0]

@@ -4,7 +4,8 @@ The unit of resampling is the prompt, since the positions of one prompt depend o
 intervals and a fixed seed.
 """
 
-from streamlens.stats.forms import growth_forms, growth_ratios, growth_sources, initial_growth, logit_by_depth, sink_rate
+from streamlens.stats.depth import logit_by_depth, settled_layer, sink_rate
+from streamlens.stats.forms import growth_forms, growth_ratios, growth_sources, initial_growth
 from streamlens.stats.growth import growth_rate, log_norms
 from streamlens.stats.means import mean_interval, top_components
 from streamlens.stats.perplexity import perplexity
@@ -21,6 +22,7 @@ __all__ = [
     "mean_interval",
     "perplexity",
     "rank_agreement",
+    "settled_layer",
     "sink_rate",
     "top_components",
 ]

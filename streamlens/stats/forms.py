@@ -94,46 +94,6 @@ def initial_growth(n_layers: int, variance: float = 0.5) -> pd.DataFrame:
     return pd.DataFrame({"layer": layer} | {name: np.sqrt(1 + rate * layer) for name, rate in walks.items()})
 
 
-def sink_rate(df: pd.DataFrame, threshold: float = 0.3) -> pd.DataFrame:
-    """How many heads attend to position 0: one row a layer (and model), and layer -1 for all, with rate, mean and n_prompts.
-
-    From a norms table with the measure to_first at every position. A head is a sink on a prompt where the mean over the prompt's queries
-    (position 0's own included) of its attention to position 0 is above `threshold`; rate is the share of (prompt, head) that are,
-    mean the mean attention. Published with prompts of 64 tokens and 0.3 by Gu et al. 2024 (arXiv 2410.10781). Raises InputError for
-    a table without to_first.
-    """
-    rows = df[df["measure"] == "to_first"] if "measure" in df.columns else df.head(0)
-    if rows.empty:
-        raise InputError('df must be a norms table with the measure to_first: sl.norms(..., sites="pattern", measures="to_first")')
-    model = ["model"] if "model" in df.columns else []
-    alpha = rows.groupby([*model, "layer", "sublayer", "head", "prompt"], observed=True)["value"].mean().reset_index()
-    alpha["sink"] = alpha["value"] > threshold
-    parts = [alpha, alpha.assign(layer=-1)]
-    both = pd.concat(parts).groupby([*model, "layer"], observed=True)
-    out = both.agg(rate=("sink", "mean"), mean=("value", "mean"), n_prompts=("prompt", "nunique"))
-    return out.reset_index()
-
-
-def logit_by_depth(df: pd.DataFrame, level: float = 0.95, n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
-    """How much of the final logit each depth writes: one row a layer (and model) with mean, low, high, n, cumulative and share.
-
-    From an attribution table: contributions are summed over a layer's components at each position and target, then averaged over
-    positions and prompts (logits). Layer -1 holds what belongs to no layer (embeddings, unembedding bias, softcap), layer n_layers the
-    final norm's bias. cumulative adds the means up in that order, and share is mean over the mean logit. Raises InputError for a table
-    without contributions.
-    """
-    needed = ["prompt", "position", "target", "versus", "layer", "contribution"]
-    missing = [name for name in needed if name not in df.columns]
-    if missing:
-        raise InputError(f"df must be an attribution table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns))}")
-    model = ["model"] if "model" in df.columns else []
-    sums = df.groupby([*model, *needed[:-1]], observed=True)["contribution"].sum().reset_index()
-    out = mean_interval(sums, "contribution", [*model, "layer"], level=level, n_boot=n_boot, seed=seed)
-    by_model = out.groupby(model, observed=True)["mean"] if model else out["mean"]
-    out["cumulative"] = by_model.cumsum()
-    return out.assign(share=out["mean"] / (by_model.transform("sum") if model else out["mean"].sum()))
-
-
 def growth_sources(df: pd.DataFrame, skip_first: bool = True, level: float = 0.95, n_boot: int = 2000, seed: int = 0) -> pd.DataFrame:
     """How much of the final squared norm each layer has brought, by size and by alignment: two rows a layer (and model).
 

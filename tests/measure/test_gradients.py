@@ -81,3 +81,20 @@ def test_the_model_is_left_as_it_was(training):
 def test_a_prompt_of_one_token_is_refused():
     with pytest.raises(InputError, match="prompts must have 2 tokens or more, since the loss is of next tokens; got one of 1"):
         sl.gradient_norms(tiny.proven("llama"), [[1, 2], [3]])
+
+
+def test_at_initialisation_post_norm_loses_the_gradient_on_its_way_back_and_pre_norm_does_not():
+    """Xiong et al. 2020: the last layers of a post-norm network get much larger gradients than the first; of a pre-norm one they do not."""
+    ids = torch.randint(500, (4, 32), generator=torch.Generator().manual_seed(0))
+    ratio = {}
+    for placement in ("pre", "post", "deepnorm"):
+        config = sl.DecoderConfig(
+            n_vocab=500, d_model=64, n_layers=10, n_heads=4, placement=placement, norm="layernorm", mlp="gelu",
+            init="deepnorm" if placement == "deepnorm" else "xavier",
+        )  # fmt: skip
+        df = sl.gradient_norms(sl.load(sl.Decoder(config)), ids)
+        norm = df[(df.position > 0) & (df.value > 0)].groupby("layer").value.median()
+        ratio[placement] = norm[10] / norm[1]
+    assert ratio["post"] > 3
+    assert 0.3 < ratio["pre"] < 1
+    assert ratio["deepnorm"] == pytest.approx(1, abs=0.3)
