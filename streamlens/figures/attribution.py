@@ -120,11 +120,7 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
 
 
 def _one_group(df: pd.DataFrame) -> None:
-    key = [name for name in ("model", "prompt", "position", "target", "versus") if name in df.columns]
-    groups = df[key].drop_duplicates()
-    if len(groups) > 1:
-        differ = ", ".join(name for name in key if groups[name].nunique() > 1)
-        raise InputError(f"df must hold one prompt, position, target and versus; got {len(groups)} that differ in {differ}: select one")
+    frames.refuse_groups(df)
     logit, parts = df["logit"].iloc[0], df["contribution"]
     if abs(parts.sum() - logit) > max(_CLOSES, 1.01 * (df.attrs.get("additivity_error") or 0)) * parts.abs().sum():
         raise InputError(f"df must hold every row of its group; got rows that sum to {parts.sum():.4g} where the logit is {logit:.4g}")

@@ -62,6 +62,15 @@ def refuse_targets(df: pd.DataFrame, by: Sequence[str] = (), may: str = "") -> N
         )
 
 
+def refuse_groups(df: pd.DataFrame) -> None:
+    """Raise InputError unless all rows are of one model, prompt, position, target and versus."""
+    key = [name for name in ("model", "prompt", "position", "target", "versus") if name in df.columns]
+    groups = df[key].drop_duplicates()
+    if len(groups) > 1:
+        differ = ", ".join(name for name in key if groups[name].nunique() > 1)
+        raise InputError(f"df must hold one prompt, position, target and versus; got {len(groups)} that differ in {differ}: select one")
+
+
 def positions(df: pd.DataFrame) -> pd.Series:
     """How many positions each prompt has."""
     return df[["prompt", "position"]].drop_duplicates().groupby("prompt").size()
