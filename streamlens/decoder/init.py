@@ -1,4 +1,4 @@
-"""Initial weights: every matrix normal, with a standard deviation by its role; gains 1, biases and sinks 0.
+"""Initial weights: every matrix normal, with a standard deviation by its role; gains 1, biases and sinks 0; embeddings 0.02 always.
 
 plain: std 0.02 everywhere. gpt2: the matrices that write into the stream smaller by 1/sqrt(2L) (Radford et al. 2019).
 deepnorm: Xavier, with gain beta on values, outputs and the MLP (Wang et al. 2022). xavier: sqrt(2 / (fan_in + fan_out)).

@@ -25,7 +25,7 @@ from streamlens.errors import InputError
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives: logits `[batch, pos, vocab]`, the cache, and in training the load-balancing loss of a mixture."""
+    """What a forward pass gives: logits, the cache, and in training the layers' mean load-balancing loss, not weighed yet."""
 
     logits: Float[Tensor, "batch pos vocab"]
     cache: Cache | None = None
@@ -111,7 +111,7 @@ class Decoder(Hookable):
         return Context(start, end, masks, turns, slopes, cache)
 
     def _aux_loss(self) -> Tensor:
-        return torch.stack([block.mlp.aux_loss for block in self.blocks]).mean()
+        return torch.stack([block.mlp.take_aux_loss() for block in self.blocks]).mean()
 
     def new_cache(self) -> Cache:
         """An empty cache of keys and values."""

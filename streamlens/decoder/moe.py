@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 
 class MoE(Hookable):
-    """Router, experts and shared experts. In training, `aux_loss` holds the last pass's load-balancing loss."""
+    """Router, experts and shared experts; a pass in training leaves its load-balancing loss to be taken."""
 
     PLACES = ("hook_expert_weights", "hook_expert_indices")
 
@@ -56,7 +56,7 @@ class MoE(Hookable):
         width = config.n_shared_experts * config.mlp_width
         kind = GatedMLP if config.gated else MLP
         self.shared_experts = kind(config, width) if width else None
-        self.aux_loss: Tensor | None = None
+        self._aux_loss: Tensor | None = None
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         tokens = x.flatten(0, 1)
@@ -65,9 +65,14 @@ class MoE(Hookable):
         if self.config.expert_weights_sum_to_one:
             weights = weights / weights.sum(-1, keepdim=True)
         weights, index = self.hook_expert_weights(weights), self.hook_expert_indices(index)
-        self.aux_loss = load_balancing_loss(probability, index) if self.training else None
+        self._aux_loss = load_balancing_loss(probability, index) if self.training else None
         out = self.experts(tokens, index, weights.to(x.dtype)).view_as(x)
         return out if self.shared_experts is None else out + self.shared_experts(x)
+
+    def take_aux_loss(self) -> Float[Tensor, ""]:
+        """The last pass's load-balancing loss, once: kept, its graph would be."""
+        loss, self._aux_loss = self._aux_loss, None
+        return loss
 
 
 def load_balancing_loss(probability: Float[Tensor, "token expert"], index: Int[Tensor, "token slot"]) -> Float[Tensor, ""]:

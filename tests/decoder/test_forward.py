@@ -1,5 +1,7 @@
 """The forward pass of every choice against the slow one by hand, and what is refused of its input."""
 
+import copy
+
 import pytest
 import torch
 
@@ -76,6 +78,7 @@ def test_mixture_in_training_gives_its_balancing_loss():
     assert float(load_balancing_loss(one, torch.zeros(8, 1, dtype=torch.long))) == pytest.approx(4.0)
     module = decoder(n_experts=4).train()
     assert module(tokens()).aux_loss.requires_grad
+    copy.deepcopy(module)  # no graph is left behind in it
     assert module.eval()(tokens()).aux_loss is None
     assert decoder().train()(tokens()).aux_loss is None
 
