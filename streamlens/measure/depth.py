@@ -84,9 +84,9 @@ class _Writes(Replay):
 
     def _plant(self) -> None:
         super()._plant()
-        self._clean: list[Tensor] = []
-        self._entered: Tensor | None = None
-        self._compare: Callable[[int, Tensor], None] | None = None
+        self.clean_writes: list[Tensor] = []
+        self.entered: Tensor | None = None
+        self.compare: Callable[[int, Tensor], None] | None = None
         for path in self.anatomy.block_paths:
             self._run.on_input(path, lambda layer, named: self._enter(stream_of((), named)))
             self._run.on_output(path, lambda layer, out, _: self._leave(layer, out))
@@ -102,24 +102,24 @@ class _Writes(Replay):
                 if layer > first:
                     see(number, layer, moved)
 
-        self._compare = compare
+        self.compare = compare
         try:
             return self.each(variants)
         finally:
-            self._compare = None
+            self.compare = None
 
     def _enter(self, stream: Tensor) -> None:
-        self._entered = stream.clone() if self.anatomy.clones else stream
+        self.entered = stream.clone() if self.anatomy.clones else stream
 
     def _leave(self, layer: int, out: Tensor) -> None:
-        write = out - self._entered
+        write = out - self.entered
         if self._recording:
-            self._clean.append(write)
-        elif self._compare is not None and layer > self._resume:
+            self.clean_writes.append(write)
+        elif self.compare is not None and layer > self._resume:
             wide = torch.promote_types(write.dtype, torch.float32)
-            clean = self._clean[layer].to(wide)
+            clean = self.clean_writes[layer].to(wide)
             moved = torch.linalg.vector_norm(write.to(wide).unflatten(0, (-1, len(clean))) - clean, dim=-1)
-            self._compare(layer, moved / torch.linalg.vector_norm(clean, dim=-1).clamp_min(LEAST))
+            self.compare(layer, moved / torch.linalg.vector_norm(clean, dim=-1).clamp_min(LEAST))
 
 
 def _groups(n: int, tokens: int | None) -> Iterator[tuple[int, int]]:
