@@ -16,6 +16,7 @@ _HOME = {
     "without_blocks": "calls.surgery",
     "prune": "calls.prune",
     "plan": "calls.plan",
+    "Keep": "stream.kept",
     "lens": "calls.lens",
     "effects": "calls.effects",
     "promotes": "calls.promotes",

@@ -33,6 +33,7 @@ def ablate(
     versus: object = None,
     positions: object = None,
     metrics: object = None,
+    keep: object = None,
     resume: str | os.PathLike | None = None,
     progress: bool = False,
     max_tokens: int = MAX_TOKENS,
@@ -56,7 +57,8 @@ def ablate(
     (logits) and target_rank (tokens strictly above the target) by default; js (nats), l2 (of probabilities), target_logprob (nats), and
     functions of (clean logits, ablated logits), `[row, vocab]` each, that give `[row]`.
 
-    `resume`: a folder that keeps what is finished; the same call on the same model and prompts goes on from there, or reads it all.
+    `keep`: an :class:`streamlens.Keep` that says in which dtype, on which device and up to how many bytes in memory the clean streams
+    are kept. `resume`: a folder that keeps what is finished; the same call on the same model and prompts goes on from there.
     `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a
     value is not finite.
 

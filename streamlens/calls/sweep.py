@@ -27,6 +27,7 @@ from streamlens.prompts import NONE, Prompts, TokenBatch
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index, plain
 from streamlens.stream.experts import experts_of
+from streamlens.stream.kept import Keep
 
 EACH = "each"
 
@@ -79,7 +80,7 @@ def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep
     at = None if each or given["at"] is None else _positions(parsed, given["at"])
     if each:
         changes = units.at_each(changes, int(parsed.lengths.max()))
-    plan = Plan(changes, read.wanted, at=at, max_tokens=given["max_tokens"], n_layers=model.n_layers)
+    plan = Plan(changes, read.wanted, at=at, max_tokens=given["max_tokens"], n_layers=model.n_layers, keep=_keep(given["keep"]))
     columns = _columns(changes, unit, method, reference, seed if drawn else None, given["at"] is not None)
     return Sweep(model, read, method, reference, plan, columns, given)
 
@@ -164,8 +165,14 @@ def _facts(sweep: Sweep) -> dict[str, object]:
     arrays |= {"ids": [ids.tolist() for ids in read.prompts.ids], "where": [w.tolist() for w in read.where]}
     arrays["reference"] = None if reference is None else [ids.tolist() for ids in reference.ids]
     arrays["at"] = None if sweep.plan.at is None else [a.tolist() for a in sweep.plan.at]
-    options = {name: sweep.arguments[name] for name in ("max_tokens", "n_samples", "seed", "min_count")}
+    options = {name: sweep.arguments[name] for name in ("max_tokens", "n_samples", "seed", "min_count", "keep")}
     return {"method": sweep.method, "metrics": read.wanted, "changes": repr(sweep.plan.changes), **arrays, **options}
+
+
+def _keep(keep: object) -> Keep | None:
+    if keep is not None and not isinstance(keep, Keep):
+        raise InputError(f"keep must be sl.Keep(...) or None; got {type(keep).__name__}")
+    return keep
 
 
 def _sloped(metrics: object) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from streamlens.measure.units import EVERYWHERE, SEVERAL, Site, Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
 from streamlens.stream.changes import Change
+from streamlens.stream.kept import Keep
 from streamlens.stream.replay import Replay, hooked
 from streamlens.stream.unembed import Unembed
 
@@ -56,6 +57,7 @@ class Plan:
     at: tuple[np.ndarray, ...] | None = None  # [prompt] the positions of the change; None everywhere
     max_tokens: int = 1
     n_layers: int = 1
+    keep: Keep | None = None
 
     def cost(self, change: Variant) -> float:
         """Forward passes that one variant takes."""
@@ -76,7 +78,7 @@ def sweep_batch(
     """Metrics at `places` (prompt, position) and `readouts`, whose prompts are all in `batch`, under each change of the plan."""
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
     changes, keys = plan.changes, tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))
-    with Replay(module, anatomy) as replay:
+    with Replay(module, anatomy, keep=plan.keep) as replay:
         clean = replay.record(batch.ids, batch.mask, attention=any(site.part for c in changes for site in c.sites))
         tick(1.0)
         readouts = with_top(readouts, batch, clean, unembed)

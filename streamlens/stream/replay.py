@@ -20,6 +20,7 @@ from streamlens.models.anatomy import Add, Anatomy, Write
 from streamlens.stream import changes
 from streamlens.stream.changes import Change, places, put
 from streamlens.stream.experts import experts_of, without_experts
+from streamlens.stream.kept import Keep, Kept
 from streamlens.stream.run import Planted, Run, first, with_first
 
 See = Callable[[int, Write, Tensor], None]
@@ -28,9 +29,8 @@ See = Callable[[int, Write, Tensor], None]
 
 @dataclass(frozen=True)
 class _Attention:
-    """What an attention module was in the clean pass: z, and what it returned but for the tensor."""
+    """What an attention module returned in the clean pass, but for the tensor, and that tensor's shape."""
 
-    z: Tensor
     frame: Any
     shape: torch.Size
 
@@ -38,14 +38,13 @@ class _Attention:
 class Replay(Planted):
     """A context manager over one batch: :meth:`record` the clean pass, then any number of changed ones."""
 
-    def __init__(self, module: nn.Module, anatomy: Anatomy, see: See | None = None):
+    def __init__(self, module: nn.Module, anatomy: Anatomy, see: See | None = None, keep: Keep | None = None):
         super().__init__(module, anatomy)
         self.see = see
         self.enlarges = True  # variants may share a batch: no block returns more than its stream
-        self._streams: list[Tensor] = []  # what each block returned in the clean pass, tensor and rest
-        self._frames: list[Any] = []
+        self._clean = Kept(keep or Keep())  # by layer what its block returned in the clean pass, by (layer, leaf) z
+        self._frames: list[Any] = []  # what else each block returned
         self._attention: dict[tuple[int, str], _Attention] = {}
-        self._z: dict[tuple[int, str], Tensor] = {}
         self._recording = self._keep_attention = False
         self._batch: tuple[Tensor, Tensor | None] = (torch.empty(0, dtype=torch.long), None)
         self._variants: Sequence[Sequence[Change]] = [[]]
@@ -57,10 +56,9 @@ class Replay(Planted):
         self._forget()
 
     def _forget(self) -> None:
-        self._streams.clear()
+        self._clean.clear()
         self._frames.clear()
         self._attention.clear()
-        self._z.clear()
 
     def _plant(self) -> None:
         run, anatomy = self._run, self.anatomy
@@ -132,13 +130,13 @@ class Replay(Planted):
         layer = self._run.layer
         if self._recording:
             output = original(*args, **kwargs)
-            self._streams.append(self._kept(first(output)))
+            self._clean.put(layer, self._kept(first(output)))
             self._frames.append(with_first(output, None))
             self.enlarges &= not _holds_tensors(output)
             return output
         if layer < self._resume and self.anatomy.bypass:
             # Only what the last finished block hands on is read.
-            stream = stream_of(args, kwargs) if layer < self._resume - 1 else self._copies(self._streams[layer])
+            stream = stream_of(args, kwargs) if layer < self._resume - 1 else self._copies(self._clean.get(layer))
             return with_first(self._frames[layer], self._kept(stream))
         made = self._made(layer, self.anatomy.layers[layer].path) if any(self._variants) else []
         if not made:
@@ -159,15 +157,15 @@ class Replay(Planted):
         layer, leaf = self._run.now, self._whole[path]
         if self._recording and self._keep_attention:
             output = original(*args, **kwargs)
-            if (layer, leaf) in self._z:
-                self._attention[layer, leaf] = _Attention(self._z[layer, leaf], _without_tensors(output), first(output).shape)
+            if (layer, leaf) in self._clean:
+                self._attention[layer, leaf] = _Attention(_without_tensors(output), first(output).shape)
             return output
         clean = self._attention.get((layer, leaf))
         # Attention maps may be dropped where the block does not hand them on.
         reused = clean is not None and layer == self._resume and not _holds_tensors(self._frames[layer])
         if not reused or not self._first_changed(layer, leaf):
             return original(*args, **kwargs)
-        out = self.module.get_submodule(leaf)(self._copies(clean.z))
+        out = self.module.get_submodule(leaf)(self._copies(self._clean.get((layer, leaf))))
         return with_first(clean.frame, out.reshape(-1, *clean.shape[1:]))
 
     def _first_changed(self, layer: int, leaf: str) -> bool:
@@ -189,7 +187,7 @@ class Replay(Planted):
             return None
         name = next(n for n, v in named.items() if isinstance(v, Tensor))
         if self._recording and self._keep_attention:
-            self._z[layer, path] = named[name].clone() if self.anatomy.clones else named[name]
+            self._clean.put((layer, path), self._kept(named[name]))
         made = [(number, c) for number, c in self._made(layer, path) if c.part is not None]
         z = self._put(named[name], made) if made else named[name]
         self._seen(write, layer, z)

@@ -1,9 +1,14 @@
 """Every kind of change, alone, together and batched, is that of plain torch hooks."""
 
+import tempfile
+
 import pytest
 import torch
 
+import streamlens as sl
+from streamlens.errors import InputError
 from streamlens.stream import changes
+from streamlens.stream.kept import Keep
 from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
 from tests import hooked
@@ -67,6 +72,34 @@ def test_heads_reuse_their_layers_attention(family):
             assert ran
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("keep", [Keep(limit=0), Keep(limit=2000), Keep(torch.float64, "cpu"), Keep(torch.bfloat16)])
+def test_what_is_kept_elsewhere_is_the_same_but_for_its_dtype(keep, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = tiny.proven("gpt2")
+    made = variants(model, 4)
+    with Replay(model.module, model.anatomy) as replay:
+        replay.record(IDS, MASK, attention=True)
+        expected = replay.each(made)
+    with Replay(model.module, model.anatomy, keep=keep) as replay:
+        replay.record(IDS, MASK, attention=True)
+        assert bool(list(tmp_path.rglob("*.pt"))) == (keep.limit is not None)
+        found = replay.each(made)
+    assert not list(tmp_path.iterdir())
+    if keep.dtype == torch.bfloat16:
+        assert 0 < float((found - expected).abs().median()) < 1e-2 * float(expected.abs().max())
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_what_cannot_be_kept_is_refused():
+    with pytest.raises(InputError, match="keep: dtype must be a floating-point torch dtype"):
+        Keep(torch.int8)
+    with pytest.raises(InputError, match="keep: limit must be a number of bytes"):
+        Keep(limit=-1)
+    with pytest.raises(InputError, match=r"keep must be sl\.Keep"):
+        sl.ablate(tiny.proven("llama"), [[1, 2]], keep="disk")
 
 
 def test_what_passes_by_is_seen():
