@@ -88,7 +88,7 @@ def test_what_is_kept_elsewhere_is_the_same_but_for_its_dtype(keep, tmp_path, mo
         found = replay.each(made)
     assert not list(tmp_path.iterdir())
     if keep.dtype == torch.bfloat16:
-        assert 0 < float((found - expected).abs().median()) < 1e-2 * float(expected.abs().max())
+        assert 0 < float((found - expected).abs().mean()) < 1e-2 * float(expected.abs().max())
     else:
         assert torch.equal(found, expected)
 
