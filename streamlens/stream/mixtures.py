@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
+from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.mixtures import INDEX, WEIGHTS, Mixture
 from streamlens.stream.inner_norms import freeze_inside
@@ -24,6 +25,9 @@ from streamlens.stream.tap import Places, Tap
 
 Place = tuple[int, str]
 """(layer, module path) of a write's leaf."""
+
+
+_COMPARED = 4  # tokens for which the experts run twice
 
 
 @dataclass
@@ -122,9 +126,19 @@ class MixtureTap(Tap):
         slots = [slot(k) for k in range(numbers.shape[-1])]
         wide = torch.promote_types(slots[0].dtype, torch.float32)
         total = sum(slot.to(wide) for slot in slots).to(slots[0].dtype)
+        self._compare(total, original(*(_few(v, len(numbers)) for v in args), **{n: _few(v, len(numbers)) for n, v in kwargs.items()}))
         tokens = torch.arange(self.places.total, device=total.device)[:, None].expand(-1, len(slots))
         outputs = torch.stack([self.places.keep(slot.reshape(self.places.total, -1)) for slot in slots], 1)
         return self._keep(mixture, total, numbers.reshape(self.places.total, -1), tokens, outputs)
+
+    def _compare(self, total: Tensor, few: Tensor) -> None:
+        """The experts' sum by slot against what they give for the first tokens with all slots at once."""
+        summed, given = (x.flatten(0, -2)[:_COMPARED].double() for x in (total, few))
+        gap = (summed - given).abs().max()
+        if not bool(gap <= limits.room(few.dtype) * given.abs().max()):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} cannot be split by expert: experts do not add up over routing slots, off by {float(gap):.2g}"
+            )
 
     def _dense(self, mixture: Mixture, _: int, out: Tensor, given: Tensor) -> Tensor:
         n_tokens = self.places.total
@@ -161,3 +175,8 @@ def _slot(routed: Shaped[Tensor, "... slot"], k: int, weights: bool, pairs: bool
     if not pairs:
         return one
     return torch.cat([one, torch.zeros_like(one) if weights else one], -1)
+
+
+def _few(x: Any, n_tokens: int) -> Any:
+    """The first tokens of an argument that has one row a token."""
+    return x[:_COMPARED] if isinstance(x, Tensor) and x.dim() > 1 and len(x) == n_tokens else x
