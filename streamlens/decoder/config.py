@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 
 from streamlens.decoder.combinations import refuse_impossible
 from streamlens.decoder.names import TransformersNames
@@ -157,6 +158,18 @@ class DecoderConfig:
     def window_of(self, layer: int) -> int | None:
         """The window of a layer, None where it sees everything before it."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def keeping(self, layers: Sequence[int]) -> DecoderConfig:
+        """The config of these layers alone, in this order; what depends on their number (DeepNorm's alpha) follows the new one."""
+        changes: dict = {"n_layers": len(layers)}
+        windowed = tuple(i for i, layer in enumerate(layers) if self.window_of(layer) is not None)
+        if self.window_layers is not None:
+            changes |= {"window_layers": windowed or None, "window": self.window if windowed else None}
+        if self.placement == "mix-ln":
+            n_post = sum(layer < self.n_post_norm for layer in layers)
+            kind = "pre" if n_post == 0 else "post" if n_post == len(layers) else "mix-ln"
+            changes |= {"placement": kind, "mix_share": (n_post + 0.5) / len(layers), "final_norm": self.has_final_norm}
+        return replace(self, **changes)
 
     def settled(self) -> DecoderConfig:
         """The same model with every None that has a value filled in, and fields without effect at their defaults: equal if alike."""

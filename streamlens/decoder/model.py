@@ -56,7 +56,7 @@ class Decoder(Hookable):
         if self.pos_embed is None:
             self.without_places("hook_pos_embed")
         self.tie()
-        if seed is not None:
+        if seed is not None and not self.embed.weight.is_meta:
             initialise(self, seed)
 
     def forward(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from streamlens.decoder.model import Decoder
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
 
@@ -29,8 +30,7 @@ def shortened(module: nn.Module, anatomy: Anatomy, removed: Sequence[int]) -> nn
     if not hasattr(getattr(module, "config", None), "to_dict"):
         raise _refusal(module, "only models of transformers can be built from a config")
     kept = [i for i in range(anatomy.n_layers) if i not in set(removed)]
-    config = copy.deepcopy(module.config)
-    _shorten(text_config_of(config), kept, anatomy.n_layers)
+    config = _config_of(module, kept, anatomy.n_layers)
     try:
         with torch.device("meta"):
             new = type(module)(config)
@@ -42,6 +42,14 @@ def shortened(module: nn.Module, anatomy: Anatomy, removed: Sequence[int]) -> nn
     if getattr(module, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(module.generation_config)
     return new
+
+
+def _config_of(module: nn.Module, kept: Sequence[int], n_layers: int) -> object:
+    if isinstance(module, Decoder):
+        return module.config.keeping(kept)
+    config = copy.deepcopy(module.config)
+    _shorten(text_config_of(config), kept, n_layers)
+    return config
 
 
 def text_config_of(config: object) -> object:

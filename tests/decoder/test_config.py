@@ -107,3 +107,12 @@ def test_settled_forms_are_equal_where_the_models_are():
     assert same.settled() == made.settled()
     assert replace(made, rope_base=5e5).settled() != made.settled()
     assert made.settled().settled() == made.settled()
+
+
+def test_the_config_of_some_layers_keeps_what_each_of_them_has():
+    made = config(n_layers=5, window=3, window_layers=(1, 4)).keeping([0, 4, 2])
+    assert (made.n_layers, made.window_layers) == (3, (1,))
+    assert config(n_layers=3, window=3, window_layers=(1,)).keeping([0, 2]).window is None
+    mixed = config(n_layers=6, placement="mix-ln", mix_share=0.5)
+    assert [mixed.keeping(kept).n_post_norm for kept in ([0, 1, 3], [0, 3, 4], [3, 4], [0, 1])] == [2, 1, 0, 2]
+    assert mixed.keeping([0, 1]).has_final_norm

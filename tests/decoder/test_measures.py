@@ -98,10 +98,34 @@ def test_finer_rows_add_up_as_well(by, name):
 @pytest.mark.parametrize("name", ["gqa", "experts", "post", "pre, attention only", "positions dynamic"])
 def test_every_other_call_takes_it(name):
     model = sl.load(decoder(**CASES[name]))
-    for call in (sl.lens, sl.effects, sl.similarity, sl.norm_summary):
+    for call in (sl.lens, sl.effects, sl.similarity, sl.norm_summary, sl.depth_use, sl.gradient_norms):
         assert len(call(model, PROMPTS))
+    assert len(sl.promotes(model, PROMPTS, component=("head", 1, 1)))
+    assert len(sl.rearrange(model, PROMPTS, order=[0, 2, 1]))
     for unit in ("attn", "head"):
         assert len(sl.ablate(model, PROMPTS, target=3, unit=unit, method="mean", reference=[[3, 1, 4, 1, 5]]))
+
+
+@pytest.mark.parametrize("name", ["gqa", "experts", "window on some layers", "positions learned", "tied", "mix-ln", "post"])
+def test_a_decoder_without_blocks_is_one_that_generates_and_saves(name, tmp_path):
+    module, ids = decoder(**CASES[name], n_layers=4), tokens(1)
+    shorter = sl.without_blocks(sl.load(module), [1])
+    with torch.no_grad():
+        context = module._context(0, ids.shape[1], None)
+        x = module._embedded(ids, 0, ids.shape[1])
+        for number in (0, 2, 3):
+            x = module.blocks[number](x, context)
+        logits = module._logits(x if module.final_norm is None else module.final_norm(x))
+        assert float((shorter(ids).logits - logits).abs().max()) <= EXACT * float(logits.abs().max())
+    assert torch.equal(shorter.generate(ids, 6), shorter.generate(ids, 6, use_cache=False))
+    shorter.save(tmp_path)
+    assert torch.equal(sl.load(tmp_path).module(ids).logits, shorter(ids).logits)
+
+
+@pytest.mark.parametrize("placement", ["deepnorm", "layernorm-scaling"])
+def test_a_decoder_whose_blocks_know_their_number_cannot_lose_one(placement):
+    with pytest.raises(sl.errors.UnsupportedModelError, match="its config makes another model"):
+        sl.without_blocks(sl.load(decoder(placement=placement)), [1])
 
 
 FACTS = {
