@@ -31,6 +31,13 @@ def demand_replayed(model: Model, batch: TokenBatch, plan: removal.Plan) -> None
         raise NumericError(message)
 
 
+def demand_near(model: Model, what: str, error: float) -> None:
+    """Refuse what misses the model's own forward pass by more than its dtype may."""
+    limit = limits.room(model.dtype)
+    if not error <= limit:
+        raise NumericError(f"{model.name}: {what} misses the model's own forward pass by {error:.2g} (limit {limit:.0e})")
+
+
 def complain(error: StreamLensError, check: bool | str) -> None:
     """Raise, or only warn where that was asked for."""
     if check != "warn":

@@ -8,7 +8,7 @@ import pandas as pd
 from streamlens import frames
 from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, opened, parsed_for, watched
 from streamlens.calls.replacing import reference_of, replacement
-from streamlens.checks import CHECKS, demand_finite
+from streamlens.checks import CHECKS, demand_finite, demand_near
 from streamlens.errors import choice
 from streamlens.measure import effects as measuring
 from streamlens.models.loaded import Model
@@ -46,7 +46,8 @@ def effects(
       norms' own scales (and a cap) make: indirect = repair_heads + repair_mlps + repair_norm.
 
     `target` ("top" by default: the clean run's likeliest, kept in the ablated runs), `versus` and `positions` ("last") as in
-    `sl.attribute`. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
+    `sl.attribute`. `check="full"` compares one total effect a batch with plainly hooked passes. Raises :class:`InputError`, and
+    :class:`NumericError` where a value is not finite.
 
     Sources: McGrath et al. 2023 (direct and total effect), Rushing & Nanda 2024 (self-repair and its split).
     """
@@ -67,4 +68,7 @@ def effects(
         if len(rows):
             parts.append(measuring.effects_batch(model.module, model.anatomy, batch, rows, chosen, source, max_tokens))
             demand_finite(model, "an effect", int((~np.isfinite(parts[-1].total)).sum()), check)
+            if check == "full":
+                error = measuring.hooked_error(model.module, model.anatomy, batch, parts[-1], chosen, source)
+                demand_near(model, "a total effect", error)
     return frames.stamp(frames.effects(parts, method, frames.Labels(model.tokenizer, parsed)), model, arguments)

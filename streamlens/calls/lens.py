@@ -9,7 +9,7 @@ import pandas as pd
 
 from streamlens import frames
 from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, several, watched
-from streamlens.checks import CHECKS, demand_finite
+from streamlens.checks import CHECKS, demand_finite, demand_near
 from streamlens.errors import InputError, choice
 from streamlens.measure import lens as logit_lens
 from streamlens.measure.places import places_in
@@ -42,8 +42,9 @@ def lens(
 
     The `top_k` likeliest tokens have `k` from 0; a named `target` ("top" by default: what the model says in the end; or a token,
     "next", "top3", several) has `k` -1. `rank` counts tokens with a strictly greater logit, `logit` is in logits as printed,
-    `probability` is its softmax. `positions` "all" by default. Raises :class:`InputError`, :class:`UnsupportedModelError` where what
-    stands behind the last block is no map of single positions, and :class:`NumericError` where a logit is not finite.
+    `probability` is its softmax. `positions` "all" by default. `check="full"` compares `final` with what the model prints.
+    Raises :class:`InputError`, :class:`UnsupportedModelError` where what stands behind the last block is no map of single positions,
+    and :class:`NumericError` where a logit is not finite.
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """
@@ -64,4 +65,6 @@ def lens(
         parts.append(logit_lens.lens_batch(model.module, model.anatomy, batch, places_in(batch, where), chosen, sites, norms, int(top_k)))
         bad = sum(int((~np.isfinite(tokens.logit)).sum()) for tokens in (parts[-1].top, parts[-1].target))
         demand_finite(model, "a logit of the lens", bad, check)
+        if check == "full" and "final" in sites:
+            demand_near(model, "the lens at `final`", logit_lens.printed_error(model.module, model.anatomy, batch, parts[-1]))
     return frames.stamp(frames.lens(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)

@@ -22,6 +22,7 @@ from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.changes import Change
 from streamlens.stream.leaves import LeafReplay
 from streamlens.stream.push import Push
+from streamlens.stream.replay import hooked
 from streamlens.stream.tail import Tail
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key as ValueKey
@@ -98,6 +99,25 @@ def effects_batch(
     total, repair = _replayed(module, anatomy, batch, clean, chosen, lost, max_tokens, tick)
     columns = (torch.stack([clean.direct(s, lost[s.key]) for s in chosen], 1), recomputed, total, *repair)
     return Effects(clean.readouts, tuple(s.component for s in chosen), *(c.double().cpu().numpy() for c in columns))
+
+
+@torch.no_grad()
+def hooked_error(
+    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, found: Effects, chosen: Sequence[Subject], replacement: Replacement
+) -> float:
+    """How far the middle component's total effect is from plainly hooked passes, over the largest that a logit can be there."""
+    number, unembed = len(chosen) // 2, Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
+    subject, flat = chosen[number], flat_index(batch, found.readouts.prompt, found.readouts.position)
+    value = next(iter(replacement.draws(batch, (subject.key,)))).values.get(subject.key)
+    rows = []
+    for made in ((), (subject.change(value),)):
+        with hooked(module, anatomy, made) as run:
+            rows.append(at(run.hidden(batch.ids, batch.mask), flat))
+    clean, ablated = (_logit(unembed, hidden, found.readouts) for hidden in rows)
+    target, versus = (torch.from_numpy(ids).to(clean.device) for ids in (found.readouts.target, found.readouts.versus))
+    size = rows[0].to(unembed.wide).norm(dim=-1) * unembed.direction(target, versus).norm(dim=-1)
+    gap = (clean - ablated).double().cpu() - torch.from_numpy(found.total[:, number])
+    return float((gap.abs() / size.double().cpu()).max())
 
 
 @dataclass

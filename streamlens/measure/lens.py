@@ -83,6 +83,20 @@ def lens_batch(
     return Lens(*places, tuple(wanted), norms, Tokens(*top), readouts, Tokens(ids, *target))
 
 
+@torch.no_grad()
+def printed_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, found: Lens) -> float:
+    """|logit at `final` - what the model prints| at worst, over the largest printed logit; `final` must be among the sites."""
+    with Run.of(module, anatomy) as run:
+        _, logits = run.logits(batch.ids, batch.mask)
+    worst, site = 0.0, found.sites.index(("final", anatomy.n_layers))
+    for place, tokens in (((found.prompt, found.position), found.top), ((found.readouts.prompt, found.readouts.position), found.target)):
+        printed = at(logits, flat_index(batch, *place)).double().cpu().numpy()
+        for ids, value in zip(tokens.id[site], tokens.logit[site], strict=True):  # under each norm
+            gap = np.take_along_axis(printed, ids.reshape(len(printed), -1), axis=1).reshape(ids.shape) - value
+            worst = max(worst, float(np.abs(gap).max(initial=0.0) / np.abs(printed).max(initial=1e-30)))
+    return worst
+
+
 def _streams(
     module: nn.Module, anatomy: Anatomy, batch: TokenBatch, flat: np.ndarray, sites: Collection[str]
 ) -> tuple[Float[Tensor, "batch pos width"], dict[tuple[str, int], Float[Tensor, "row d_model"]]]:

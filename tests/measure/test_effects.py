@@ -6,7 +6,8 @@ import torch
 
 import streamlens as sl
 from streamlens import schema
-from streamlens.errors import InputError
+from streamlens.errors import InputError, NumericError
+from streamlens.stream.leaves import LeafReplay
 from tests import byhand
 from tests.models import tiny
 from tests.tolerances import ADDITIVITY, HAND, REPLAY
@@ -171,6 +172,16 @@ def test_nothing_depends_on_how_much_shares_a_pass():
     assert together[PLACE].equals(apart[PLACE])
     for name in ("direct", "direct_recomputed", "total", "repair_heads", "repair_mlps", "repair_norm"):
         assert np.allclose(together[name], apart[name], atol=2e-5), name
+
+
+def test_the_full_check_compares_with_hooked_passes(monkeypatch):
+    model = tiny.proven("gemma2")
+    for asked in ({}, {"method": "mean", "reference": [[1, 2, 3]]}):
+        assert sl.effects(model, PROMPTS, **asked, check="full").equals(sl.effects(model, PROMPTS, **asked))
+    each = LeafReplay.each
+    monkeypatch.setattr(LeafReplay, "each", lambda self, made: each(self, made) * 1.1)
+    with pytest.raises(NumericError, match="a total effect misses the model's own forward pass by"):
+        sl.effects(tiny.proven("llama"), PROMPTS, check="full")
 
 
 def test_layers_and_the_last_layers_repair():

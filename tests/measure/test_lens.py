@@ -194,6 +194,21 @@ def test_an_end_that_mixes_positions_is_refused(monkeypatch):
         sl.lens(model, PROMPTS)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt-post-norm"])
+def test_the_full_check_compares_with_what_the_model_prints(family, monkeypatch):
+    model = tiny.proven(family)
+    asked = {"norm": ["recomputed", "frozen"], "target": ["top2", 11]}
+    assert sl.lens(model, PROMPTS, **asked, check="full").equals(sl.lens(model, PROMPTS, **asked))
+    assert len(sl.lens(model, PROMPTS, sites="resid_pre", check="full"))
+    head = model.module.get_output_embeddings()
+    handle = head.register_forward_hook(lambda part, args, out: out + torch.arange(out.shape[-1]) if out.dim() == 3 else None)
+    try:
+        with pytest.raises(NumericError, match="the lens at `final` misses the model's own forward pass by"):
+            sl.lens(model, PROMPTS, target=11, check="full")
+    finally:
+        handle.remove()
+
+
 def test_a_logit_that_is_not_finite_is_an_error():
     module = tiny.model("llama")
     model = sl.load(module)
