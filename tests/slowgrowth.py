@@ -1,9 +1,10 @@
-"""Norms of writes and heads the slow way: every write is made, one head at a time, in float64, and measured by itself."""
+"""How the stream grows, the slow way: every write is made by itself, one head at a time; plain hooks and torch's own backward pass."""
 
 import torch
 
 import streamlens as sl
-from streamlens.stream.changes import places
+from streamlens.stream.changes import block, places
+from tests import hooked
 
 
 def writes(model, ids):
@@ -91,3 +92,60 @@ def measures(write, stream):
         "along": along,
         "across": (write - along[:, None] * stream / size[:, None]).norm(dim=-1),
     }
+
+
+def gradients(module, paths, ids):
+    """Norms of the loss's gradient at every block's input and the last one's output, `[layer, pos]`, and the loss, of one prompt."""
+    seen, handles = [], []
+
+    def keep(stream):
+        stream.retain_grad()
+        seen.append(stream)
+
+    for path in paths:
+        block = module.get_submodule(path)
+        handles.append(block.register_forward_pre_hook(lambda _, a, k: keep(stream_of(a, k)), with_kwargs=True))
+    last = module.get_submodule(paths[-1])
+    handles.append(last.register_forward_hook(lambda _, args, out: keep(out[0] if isinstance(out, (tuple, list)) else out)))
+    try:
+        logits = module(torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        module.zero_grad()
+    return torch.stack([s.grad[0].norm(dim=-1) for s in seen]).double().numpy(), float(loss.detach())
+
+
+def writes_and_predictions(model, ids, made=()):
+    """Every block's write, `[layer, pos, d_model]`, and the predictions, of one prompt by itself, under these changes."""
+    found, handles, entered = [], [], []
+
+    def after(part, args, kwargs, output):
+        found.append(((output[0] if isinstance(output, (tuple, list)) else output) - entered.pop())[0].double())
+
+    with hooked.hooked(model, made), torch.no_grad():
+        for path in model.anatomy.block_paths:
+            part = model.module.get_submodule(path)
+            handles.append(part.register_forward_pre_hook(lambda _, a, k: entered.append(stream_of(a, k).clone()), with_kwargs=True))
+            handles.append(part.register_forward_hook(after, with_kwargs=True))
+        try:
+            logits = model.module(torch.tensor([ids]), use_cache=False).logits[0]
+        finally:
+            for handle in handles:
+                handle.remove()
+    return torch.stack(found), logits.double().softmax(-1)
+
+
+def without_the_first_block(model, ids, cut):
+    """The largest relative change of each later block's write, and of the predictions, after `cut`, where block 0 lacks up to it."""
+    at = torch.tensor([[0 < t <= cut for t in range(len(ids))]])
+    clean, base = writes_and_predictions(model, ids)
+    changed, moved = writes_and_predictions(model, ids, [block(model.anatomy, 0, at=at)])
+    relative = (changed - clean).norm(dim=-1) / clean.norm(dim=-1).clamp_min(1e-6)
+    return torch.cat([relative[1:, cut + 1 :].amax(-1), (moved - base).norm(dim=-1)[cut + 1 :].amax()[None]]).numpy()
+
+
+def stream_of(args, kwargs):
+    return next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.is_floating_point())

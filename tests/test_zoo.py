@@ -268,6 +268,37 @@ def test_no_row_of_the_norms_stands_twice(case):
     schema.validate(sl.norms(case.model, PROMPTS[:1], measures=None), "norms")
 
 
+@pytest.mark.slow
+def test_the_squared_norm_is_the_sum_of_its_parts_or_refused(case):
+    if any(layer.stream_norms for layer in case.anatomy.layers):
+        with pytest.raises(UnsupportedModelError, match="norms the stream itself"):
+            sl.decompose_norm(case.model, PROMPTS)
+        return
+    for unit in ("block", "sublayer"):
+        df = sl.decompose_norm(case.model, PROMPTS, unit=unit)
+        final = sl.norms(case.model, PROMPTS, measures="l2", sites="final").set_index(["prompt", "position"]).value
+        rows = df.groupby(["prompt", "position"]).value
+        assert ((rows.sum() - final**2).abs() / rows.agg(lambda v: v.abs().sum())).max() <= SUM
+
+
+@pytest.mark.slow
+def test_gradient_norms_are_those_of_a_plain_backward_pass(case):
+    found = sl.gradient_norms(case.model, PROMPTS[:1]).pivot_table(index="layer", columns="position", values="value").to_numpy()
+    truth, _ = slowgrowth.gradients(case.module, case.anatomy.block_paths, PROMPTS[0])
+    assert found.shape == truth.shape
+    assert abs(found - truth).max() <= REPLAY * truth.max()
+
+
+@pytest.mark.slow
+def test_what_later_layers_and_tokens_take_from_the_first_layer(case):
+    df = sl.depth_use(case.model, PROMPTS, positions="future", layers=[0])
+    for prompt, ids in enumerate(PROMPTS):
+        found = df[(df.prompt == prompt) & (df.statistic == "max")].sort_values("layer_to").value
+        cut = int(0.5 * (len(ids) - 1))
+        truth = slowgrowth.without_the_first_block(case.model, ids, cut)
+        assert abs(found.to_numpy() - truth).max() <= 1e-4 * truth.max()
+
+
 # -- every component by itself -------------------------------------------------------------------------------------------
 @torch.no_grad()
 def test_every_component_moves_the_logit_by_its_row_when_it_is_zeroed(case):

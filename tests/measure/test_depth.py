@@ -8,29 +8,10 @@ import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError
 from streamlens.measure.units import variants
-from tests import hooked
+from tests import slowgrowth
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
-
-
-def passed(model, ids, made=()):
-    """Every block's write, `[layer, pos, d_model]`, and the predictions, of one prompt by itself."""
-    writes, handles = [], []
-
-    def after(part, args, kwargs, output):
-        entered = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.is_floating_point())
-        writes.append(((output[0] if isinstance(output, (tuple, list)) else output) - entered)[0].double())
-
-    with hooked.hooked(model, made), torch.no_grad():
-        for path in model.anatomy.block_paths:
-            handles.append(model.module.get_submodule(path).register_forward_hook(after, with_kwargs=True))
-        try:
-            logits = model.module(torch.tensor([ids]), use_cache=False).logits[0]
-        finally:
-            for handle in handles:
-                handle.remove()
-    return torch.stack(writes), logits.double().softmax(-1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "olmo2", "bloom", "opt-post-norm", "gemma4"])
@@ -45,9 +26,9 @@ def test_changes_by_plain_hooks(family, unit, span):
         cut = len(ids) if span == "all" else int(0.5 * (len(ids) - 1))
         at = torch.tensor([[0 < t <= cut for t in range(len(ids))]])
         read = [t for t in range(1, len(ids)) if span == "all" or t > cut]
-        clean, base = passed(model, ids)
+        clean, base = slowgrowth.writes_and_predictions(model, ids)
         for variant in taken[:: max(1, len(taken) // 3)]:
-            changed, moved = passed(model, ids, [site.change(None, at) for site in variant.sites])
+            changed, moved = slowgrowth.writes_and_predictions(model, ids, [site.change(None, at) for site in variant.sites])
             rows = df[(df.prompt == prompt) & (df.layer == variant.layer) & (df["head"] == variant.head)]
             for to in range(variant.layer + 1, model.n_layers + 1):
                 if to < model.n_layers:

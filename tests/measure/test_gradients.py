@@ -7,34 +7,10 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError
+from tests import slowgrowth
 from tests.models import tiny
 
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
-
-
-def plain(module, paths, ids):
-    """Norms of the gradient at every block's input and the last one's output, `[layer, pos]`, and the loss, of one prompt."""
-    seen, handles = [], []
-
-    def keep(stream):
-        stream.retain_grad()
-        seen.append(stream)
-
-    first = lambda values: next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())  # noqa: E731
-    for path in paths:
-        block = module.get_submodule(path)
-        handles.append(block.register_forward_pre_hook(lambda _, a, k: keep(first((*a, *k.values()))), with_kwargs=True))
-    last = module.get_submodule(paths[-1])
-    handles.append(last.register_forward_hook(lambda _, a, k, out: keep(out[0] if isinstance(out, tuple) else out), with_kwargs=True))
-    try:
-        logits = module(torch.tensor([ids]), use_cache=False).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]))
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        module.zero_grad()
-    return torch.stack([s.grad[0].norm(dim=-1) for s in seen]).double().numpy(), float(loss.detach())
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -43,7 +19,7 @@ def test_norms_are_those_of_a_plain_backward_pass(family):
     df = sl.gradient_norms(model, PROMPTS)
     schema.validate(df, "gradients")
     for prompt, ids in enumerate(PROMPTS):
-        truth, loss = plain(model.module, model.anatomy.block_paths, ids)
+        truth, loss = slowgrowth.gradients(model.module, model.anatomy.block_paths, ids)
         rows = df[df.prompt == prompt]
         found = rows.pivot_table(index="layer", columns="position", values="value").to_numpy()
         assert abs(found - truth).max() <= 1e-4 * truth.max()
