@@ -115,7 +115,7 @@ def heads(df: pd.DataFrame, ax: Axes | None = None, limit: float | None = None) 
     ax.spines[:].set_visible(False)
     beyond = abs(largest) > top
     bar = ax.figure.colorbar(mesh, ax=ax, extend="both" if beyond else "neither")
-    bar.set_label(f"contribution (logits; largest {largest:.3g})" if beyond else "contribution (logits)")
+    bar.set_label(f"contribution ({labels.unit(df)}; largest {largest:.3g})" if beyond else f"contribution ({labels.unit(df)})")
     return ax
 
 
@@ -156,13 +156,13 @@ def waterfall(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     ax.use_sticky_edges = False  # else a running sum that returns to its extreme ends on the frame
     ax.vlines(ends, rows, rows + 1, color="0.5", linewidth=thin(), zorder=0)
     ax.axvline(0, color="0.7", linewidth=thin(), zorder=0)
-    ax.set_yticks(np.arange(len(values) + 1), [*names, "logit" if df["versus"].iloc[0] == -1 else "logit difference"])
+    ax.set_yticks(np.arange(len(values) + 1), [*names, labels.whole(df)])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(values) + 0.6, -0.6)
     numbers = [*(f"{value:+.2f}".replace("-", "−") for value in values), f"{logit:.2f}".replace("-", "−")]
     for y, number in enumerate(numbers):
         where = {"xycoords": ("axes fraction", "data"), "va": "center", "annotation_clip": False}
         ax.annotate(number, (1.01, y), **where, fontsize=mpl.rcParams["ytick.labelsize"])
-    ax.set_xlabel("logits, summed from the top")
+    ax.set_xlabel(f"{labels.unit(df)}, summed from the top")
     title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax

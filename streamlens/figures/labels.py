@@ -43,6 +43,18 @@ def target(rows: pd.DataFrame) -> str:
     return f"{visible(str(row['target_token']))}{less}"
 
 
+def unit(rows: pd.DataFrame) -> str:
+    """What contributions are counted in: nats where log-probabilities are read."""
+    return "nats" if "log_probability" in rows.columns else "logits"
+
+
+def whole(rows: pd.DataFrame) -> str:
+    """What the contributions of a group sum to."""
+    if "log_probability" in rows.columns:
+        return "log p + entropy"
+    return "logit" if rows["versus"].iloc[0] == -1 else "logit difference"
+
+
 def sample(n: pd.Series, positions: pd.Series | None = None) -> str:
     """How many prompts a mean is over, and how many positions of each where there are several."""
     prompts = f"{n.max()} prompts" if n.max() > 1 else "1 prompt"

@@ -155,3 +155,11 @@ def test_they_draw_into_given_axes_and_save(make, table, columns, tmp_path):
         ax = getattr(figures, make)(table())
         assert getattr(figures, make)(table(), ax=ax.figure.add_subplot()) is not ax
         assert figures.save(getattr(figures, make)(table()), tmp_path / "x", "png")[0].stat().st_size > 1000
+
+
+def test_shares_of_a_log_probability_are_in_nats(attribution):
+    df = attribution(prompts=1).assign(versus=-1, versus_token="", log_probability=-1.0)
+    ax = figures.waterfall(schema.apply(df, "attribution"))
+    assert ax.get_xlabel() == "nats, summed from the top"
+    assert ax.get_yticklabels()[-1].get_text() == "log p + entropy"
+    assert figures.heads(schema.apply(df, "attribution")).figure.axes[1].get_ylabel().startswith("contribution (nats")
