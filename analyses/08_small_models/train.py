@@ -27,8 +27,8 @@ SYMBOLS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 def induction(steps: int):
     """Attention only, two layers, on repeated random tokens."""
     task = RepeatedTokens()
-    config = DecoderConfig(n_vocab=task.n_vocab, d_model=64, n_layers=2, n_heads=4, mlp="none", max_length=256)
-    training = TrainConfig(steps=steps, batch=32, learning_rate=3e-3, warm_up=50)
+    config = DecoderConfig(n_vocab=task.n_vocab, d_model=64, n_layers=2, n_heads=4, d_head=32, mlp="none", rope_base=100.0, max_length=256)
+    training = TrainConfig(steps=steps, batch=32, learning_rate=3e-3, warm_up=50, weight_decay=0.3)
     return config, training, task, CharacterTokenizer(SYMBOLS, "^"), lambda model: {"nats a scored token": evaluate(model, task)}
 
 
@@ -45,7 +45,7 @@ def bytes_of_python(steps: int):
     return config, training, text, ByteTokenizer(), measure
 
 
-MODELS = {"induction-2l": (induction, 2000), "bytes-4l": (bytes_of_python, 1200)}
+MODELS = {"induction-2l": (induction, 1500), "bytes-4l": (bytes_of_python, 1200)}
 
 
 def make(name: str, out: Path, checkpoints: Path | None, steps: int | None) -> dict[str, float]:

