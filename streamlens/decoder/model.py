@@ -45,7 +45,8 @@ class Decoder(Hookable):
         self.config = config
         device = torch.get_default_device()
         with torch.device("meta"):  # nothing is drawn twice, nor from the user's own generator
-            self.embed = nn.Embedding(config.n_vocab, config.d_model)
+            # not Embedding(...), whose own draw imports torch's compiler: over a second
+            self.embed = nn.Embedding.from_pretrained(torch.empty(config.n_vocab, config.d_model), freeze=False)
             self.pos_embed = make_pos_embed(config)
             self.embed_norm = make_norm(config) if config.embed_norm else None
             self.rotary = Rotary(config) if config.positions == "rope" else None

@@ -37,7 +37,7 @@ class SinusoidalEmbedding(nn.Module):
 def make_pos_embed(config: DecoderConfig) -> LearnedEmbedding | SinusoidalEmbedding | None:
     """What gives the vectors that are added to the embedding; None where none are."""
     if config.positions == "learned":
-        return LearnedEmbedding(config.max_length, config.d_model)
+        return LearnedEmbedding.from_pretrained(torch.empty(config.max_length, config.d_model), freeze=False)
     return SinusoidalEmbedding(config.d_model) if config.positions == "sinusoidal" else None
 
 
