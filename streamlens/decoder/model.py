@@ -45,7 +45,7 @@ class Decoder(Hookable):
         self.config = config
         device = torch.get_default_device()
         with torch.device("meta"):  # nothing is drawn twice, nor from the user's own generator
-            # not Embedding(...), whose own draw imports torch's compiler: over a second
+            # Not Embedding(...) here, nor to_empty below: on this device they import torch's compiler, which takes a second.
             self.embed = nn.Embedding.from_pretrained(torch.empty(config.n_vocab, config.d_model), freeze=False)
             self.pos_embed = make_pos_embed(config)
             self.embed_norm = make_norm(config) if config.embed_norm else None
@@ -53,7 +53,7 @@ class Decoder(Hookable):
             self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.n_layers))
             self.final_norm = make_norm(config) if config.has_final_norm else None
             self.unembed = nn.Linear(config.d_model, config.n_vocab, bias=config.unembed_bias)
-        self.to_empty(device=device)
+        self._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
         if self.pos_embed is None:
             self.without_places("hook_pos_embed")
         self.tie()

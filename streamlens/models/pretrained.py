@@ -75,11 +75,11 @@ def _check_complete(source: str, module: nn.Module, info: dict) -> None:
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None, **options):
     """The tokenizer of a folder or hub name; None for a local folder that holds none."""
-    from transformers import AutoTokenizer
-
     folder = Path(source)
     if gguf_file is None and (own := saved_tokenizer(folder)) is not None:
         return own
+    from transformers import AutoTokenizer
+
     if gguf_file is None and folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     if gguf_file is not None:
