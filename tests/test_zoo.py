@@ -100,7 +100,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=SERVED)
 def case(request) -> Case:
-    return Case(request.param, sl.load(zoo.build(request.param)))
+    return Case(request.param, zoo.opened(request.param))
 
 
 @pytest.fixture(scope="module")

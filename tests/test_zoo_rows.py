@@ -38,6 +38,12 @@ WITHOUT_SOURCES = (
 )
 """Variants whose heads cannot be split by source, and what the refusal says."""
 
+FIRST = (
+    "gpt2 bloom opt_post_norm llama_tied_bias gemma2 gemma4 bitnet granite_swa gpt_oss olmo_hybrid kimi_linear minimax mixtral qwen2_moe "
+    "llama4 jetmoe longcat_flash axk1 dbrx deepseek_v3 deepseek_v32 nemotron_h qwen3_next gemma4_moe"
+).split()
+"""Variants whose sublayers differ from one another: their rows are taken out one by one in every run, those of all others in the slow ones."""
+
 DENSE = "none of its MLPs is a mixture"
 NOT_LINEAR = "none of its MLPs ends in one linear map"
 
@@ -56,7 +62,7 @@ def test_as_many_variants_as_promised_are_split_by_source():
     assert len([name for name in SERVED if name not in WITHOUT_SOURCES]) >= 118
 
 
-@pytest.mark.parametrize("by", SPLIT)
+@pytest.mark.parametrize("by", ["neuron", "expert", "source", pytest.param("token", marks=pytest.mark.slow)])
 def test_finer_rows_sum_to_those_that_they_replace(case, table, by):
     if (reason := _refusal(case, by)) is not None:
         with pytest.raises(UnsupportedModelError, match=reason):
@@ -100,7 +106,9 @@ def _but(df: pd.DataFrame, components: list[str]) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("by", ["neuron", "expert", "source"])
-def test_every_finer_row_is_what_its_absence_changes(case, by):
+@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in SERVED])
+def test_every_finer_row_is_what_its_absence_changes(name, by):
+    case = Case(name, zoo.opened(name))
     if _refusal(case, by) is not None:
         pytest.skip("refused, as the sums test holds")
     ids, target, versus = torch.tensor([PROMPTS[0]]), 31, 5
