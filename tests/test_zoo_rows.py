@@ -38,11 +38,33 @@ WITHOUT_SOURCES = (
 )
 """Variants whose heads cannot be split by source, and what the refusal says."""
 
-FIRST = (
-    "gpt2 bloom opt_post_norm llama_tied_bias gemma2 gemma4 bitnet granite_swa gpt_oss olmo_hybrid kimi_linear minimax mixtral qwen2_moe "
-    "llama4 jetmoe longcat_flash axk1 dbrx deepseek_v3 deepseek_v32 nemotron_h qwen3_next gemma4_moe"
-).split()
-"""Variants whose sublayers differ from one another: their rows are taken out one by one in every run, those of all others in the slow ones."""
+FIRST = [
+    "gpt2",
+    "bloom",
+    "opt_post_norm",
+    "llama_tied_bias",
+    "gemma2",
+    "gemma4",
+    "bitnet",
+    "granite_swa",
+    "gpt_oss",
+    "olmo_hybrid",
+    "kimi_linear",
+    "minimax",
+    "mixtral",
+    "qwen2_moe",
+    "llama4",
+    "jetmoe",
+    "longcat_flash",
+    "axk1",
+    "dbrx",
+    "deepseek_v3",
+    "deepseek_v32",
+    "nemotron_h",
+    "qwen3_next",
+    "gemma4_moe",
+]
+"""Variants whose sublayers differ: their rows are taken out one by one in every run, those of the others in the slow ones."""
 
 DENSE = "none of its MLPs is a mixture"
 NOT_LINEAR = "none of its MLPs ends in one linear map"
