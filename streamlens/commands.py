@@ -6,11 +6,12 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.axes import Axes
 
 import streamlens as sl
 from streamlens import figures, promptfile, text
@@ -154,17 +155,36 @@ TEXTS = {
 
 
 def _draw_attribution(frame: pd.DataFrame, folder: Path) -> None:
-    """A head map where each prompt has one target, and a waterfall of each logit, of the first few where there are many."""
+    """A head map where each prompt has one target, and a waterfall and the split of each logit, of the first few where there are many."""
     groups = [rows for _, rows in frame.groupby(["prompt", "position", "target", "versus"], sort=False)]
-    if not frame.drop_duplicates(["prompt", "position", "target", "versus"]).duplicated(["prompt", "position"]).any():
+    single = frame.drop_duplicates(["prompt", "position", "target", "versus"])
+    if (frame["head"] >= 0).any() and not single.duplicated(["prompt", "position"]).any():
         figures.save(figures.heads(frame), folder / "heads")
+    split = _split(frame)
     for number, rows in enumerate(groups[:WATERFALLS]):
         figures.save(figures.waterfall(rows), folder / f"waterfall_{number}")
+        if split is not None:
+            figures.save(split(rows), folder / f"{split.__name__}_{number}")
 
 
-def _draw_removal(frame: pd.DataFrame, folder: Path) -> None:
-    for metric in frame.metric.unique():
-        figures.save(figures.removal(frame, metric=metric), folder / f"removal_{metric}")
+def _split(frame: pd.DataFrame) -> Callable[[pd.DataFrame], Axes] | None:
+    """The figure of what `--by` has split."""
+    if "source" in frame.columns:
+        return figures.sources if (frame["head"] >= 0).any() else figures.tokens
+    return next((draw for column, draw in {"neuron": figures.neurons, "expert": figures.experts}.items() if column in frame.columns), None)
+
+
+def _draw_ablation(frame: pd.DataFrame, folder: Path) -> None:
+    """Curves of layers, a map of heads, the triangle of spans; experts have no figure."""
+    unit = frame.unit.iloc[0]
+    name, draw = "removal", figures.removal
+    if unit == "head":
+        name, draw = "ablated_heads", figures.ablated_heads
+    elif frame.span.nunique() > 1:
+        name, draw = "spans", figures.spans
+    for metric in frame.metric.unique() if unit != "expert" else ():
+        if name != "spans" or frame.loc[frame.metric == metric, "delta"].max() > 0:
+            figures.save(draw(frame, metric=metric), folder / f"{name}_{metric}")
 
 
 def _draw_lens(frame: pd.DataFrame, folder: Path) -> None:
@@ -174,7 +194,7 @@ def _draw_lens(frame: pd.DataFrame, folder: Path) -> None:
 
 FIGURES = {  # a card and a similarity have none of their own
     "attribute": _draw_attribution,
-    "ablate": _draw_removal,
+    "ablate": _draw_ablation,
     "lens": _draw_lens,
     "effects": lambda frame, folder: figures.save(figures.effects(frame), folder / "effects"),
     "norms": lambda frame, folder: figures.save(figures.growth(frame), folder / "growth"),

@@ -103,6 +103,21 @@ def test_lens_and_effects_have_their_figures(loaded, tmp_path):
     assert {p.name for p in (tmp_path / "effects").iterdir()} >= {"effects.parquet", "effects.pdf", "effects.png"}
 
 
+@pytest.mark.parametrize(
+    ("command", "figure"),
+    [
+        (["attribute", "--by", "neuron", "--top-k", "1"], "neurons_0"),
+        (["attribute", "--by", "source"], "sources_0"),
+        (["attribute", "--by", "token"], "tokens_0"),
+        (["ablate", "--unit", "head", "--method", "zero", "--layers", "3", "--metrics", "logit_diff"], "ablated_heads_logit_diff"),
+        (["ablate", "--span", "2", "--layers", "3,4", "--metrics", "kl"], "removal_kl"),
+    ],
+)
+def test_finer_rows_and_units_have_their_figures(loaded, tmp_path, command, figure):
+    assert cli.main([*command, *EIFFEL, "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    assert (tmp_path / "out" / f"{figure}.png").stat().st_size > 1000
+
+
 def test_heads_by_the_mean_of_a_file(loaded, capsys, tmp_path):
     (tmp_path / "reference.txt").write_text("Rome is a city\nThe sea is wide\n")
     options = ["--unit", "head", "--method", "mean", "--reference", str(tmp_path / "reference.txt"), "--layers", "3", "--heads", "0,2"]
