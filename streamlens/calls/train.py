@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import pandas as pd
 from torch import nn
@@ -43,6 +43,6 @@ def train(
         "dtype": str(next(decoder.parameters()).dtype).removeprefix("torch."),
         "versions": frames.versions(),
         "seed": config.seed,
-        "arguments": {"data": repr(data), **settings},
+        "arguments": {"data": repr(data), **asdict(config)},
     }
     return df

@@ -32,6 +32,8 @@ def test_a_row_is_a_measure_of_a_step():
         assert np.array_equal(inside.to_numpy(), getattr(history, measure))
     assert df.step.is_monotonic_increasing
     assert df.attrs["seed"] == 0
+    assert df.attrs["arguments"]["batch"] == 4
+    assert df.attrs["arguments"]["weight_decay"] == 0.1  # what was not said too
     assert df.attrs["arguments"]["data"] == "ModularAddition(p=5, train_share=0.5, part='train', seed=0)"
 
 
@@ -44,10 +46,11 @@ def test_the_table_outlives_parquet_and_a_break(tmp_path):
     assert sl.train(decoder(), TASK, folder=tmp_path / "kept", **SETTINGS).equals(df)
 
 
-def test_progress_is_shown(capsys, monkeypatch):
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+def test_progress_is_shown_where_it_is_wanted(capsys):
     sl.train(decoder(), TASK, **SETTINGS)
     assert capsys.readouterr().err == ""
+    sl.train(decoder(), TASK, progress=True, **SETTINGS)
+    assert "train: 100%" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("settings", "got"), [({}, "none"), ({"steps": 3, "lr": 1e-3}, "lr"), ({"batch": 2}, "batch")])
