@@ -1,5 +1,7 @@
 """Tiny decoders: one a choice of the config, with gains and biases drawn at random, since ones and zeros hide mistakes."""
 
+from functools import cache
+
 import torch
 
 import streamlens as sl
@@ -65,6 +67,12 @@ def decoder(dtype=torch.float64, seed=0, **changes):
     module = sl.Decoder(sl.DecoderConfig(**SIZES | changes), seed=seed).eval()
     randomise(module, seed)
     return module.to(dtype)
+
+
+@cache
+def proven(name):
+    """The decoder of a case, opened and proven once for all tests, which must leave it as it was."""
+    return sl.load(decoder(**CASES[name]))
 
 
 def tokens(batch=2, length=11, seed=0):

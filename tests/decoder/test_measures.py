@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import streamlens as sl
-from tests.decoder.configs import CASES, PLACEMENTS, POSITIONS, SIZES, decoder, tokens
+from tests.decoder.configs import CASES, PLACEMENTS, POSITIONS, SIZES, decoder, proven, tokens
 from tests.models.tiny import randomise
 
 EXACT = 1e-12
 COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
-FEW = settings(max_examples=20, phases=[Phase.generate], **COMMON)
+FEW = settings(max_examples=15, phases=[Phase.generate], **COMMON)
 MANY = settings(max_examples=250, **COMMON)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [7, 8, 9, 1]]
 
@@ -38,9 +38,9 @@ def demand_contract(model, prompts, target=3, versus=5):
         assert np.abs(ours - logit).max() <= EXACT * largest
 
 
-@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_attribution_adds_up_to_the_printed_logit(changes):
-    model = sl.load(decoder(**changes))
+@pytest.mark.parametrize("name", CASES)
+def test_attribution_adds_up_to_the_printed_logit(name):
+    model = proven(name)
     demand_contract(model, PROMPTS)
     assert model.proof.additivity <= EXACT
     assert model.proof.replay <= EXACT
@@ -90,14 +90,14 @@ SPLIT = {
 
 @pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SPLIT.items() for name in names])
 def test_finer_rows_add_up_as_well(by, name):
-    df = sl.attribute(sl.load(decoder(**CASES[name])), PROMPTS, target=3, versus=5, positions="last", by=by)
+    df = sl.attribute(proven(name), PROMPTS, target=3, versus=5, positions="last", by=by)
     assert misses(df) <= EXACT
     assert df.attrs["additivity_error"] <= EXACT
 
 
 @pytest.mark.parametrize("name", ["gqa", "experts", "post", "pre, attention only", "positions dynamic"])
 def test_every_other_call_takes_it(name):
-    model = sl.load(decoder(**CASES[name]))
+    model = proven(name)
     for call in (sl.lens, sl.effects, sl.similarity, sl.norm_summary, sl.depth_use, sl.gradient_norms):
         assert len(call(model, PROMPTS))
     assert len(sl.promotes(model, PROMPTS, component=("head", 1, 1)))
@@ -154,17 +154,16 @@ FACTS = {
 
 @pytest.mark.parametrize("name", FACTS)
 def test_card_says_what_the_config_says(name):
-    card = sl.card(sl.load(decoder(**CASES[name]))).iloc[0]
+    card = sl.card(proven(name)).iloc[0]
     for fact, value in FACTS[name].items():
         assert card[fact] == (pytest.approx(value, abs=1e-6) if isinstance(value, float) else value), fact
-    config = decoder(**CASES[name]).config
+    config = proven(name).module.config
     assert card.kv_cache_bytes_per_token <= 3 * 2 * 8 * config.kv_heads * config.head_width
 
 
 def test_prompts_of_other_lengths_wait_for_their_own_batch_with_dynamic_positions():
-    model = sl.load(decoder(**POSITIONS["dynamic"]))
-    assert model.equal_lengths
-    assert not sl.load(decoder()).equal_lengths
+    assert proven("positions dynamic").equal_lengths
+    assert not proven("pre").equal_lengths
 
 
 @st.composite
