@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from streamlens.errors import InputError
+from streamlens.errors import whole
 from streamlens.figures import frames, labels
 from streamlens.figures.style import PALETTE, axes, thin, title
 from streamlens.stats import mean_interval
@@ -28,8 +28,7 @@ def effects(df: pd.DataFrame, ax: Axes | None = None, top: int = 6) -> Axes:
     frames.refuse_several(df, names=["model", "method"], may="")
     frames.refuse_targets(df)
     frames.refuse_repeated(df)
-    if not top >= 0:
-        raise InputError(f"top must be 0 or more; got {top!r}")
+    whole("top", top, 0)
     points = _points(df)
     ax = axes(ax, taller=1.2)
     low, high = (f(points[["direct", "total"]].to_numpy()) for f in (np.min, np.max))

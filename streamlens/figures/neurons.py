@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from streamlens.errors import InputError
+from streamlens.errors import whole
 from streamlens.figures import frames, labels
 from streamlens.figures.style import NEGATIVE, POSITIVE, axes, thin, title
 
@@ -24,8 +24,7 @@ def neurons(df: pd.DataFrame, ax: Axes | None = None, top: int = 15) -> Axes:
     frames.columns(df, (*_NEEDED, "neuron"), "an attribution by neuron")
     frames.refuse_groups(df)
     frames.refuse_repeated(df)
-    if top < 1:
-        raise InputError(f"top must be 1 or more; got {top!r}")
+    whole("top", top, 1)
     rows = df[df["neuron"] >= 0]
     rows = rows.iloc[rows["contribution"].abs().argsort(kind="stable")[::-1][:top]]
     values, y = rows["contribution"].to_numpy(), np.arange(len(rows))

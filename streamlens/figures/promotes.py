@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from streamlens.errors import InputError
+from streamlens.errors import InputError, whole
 from streamlens.figures import frames, labels
 from streamlens.figures.style import NEGATIVE, POSITIVE, axes, thin, title
 
@@ -20,8 +20,7 @@ def promotes(df: pd.DataFrame, ax: Axes | None = None, top: int = 10) -> Axes:
     `df` is the table of one component at one position of one prompt. Raises InputError for several of these, and for `top` below 1.
     """
     frames.columns(df, _NEEDED, "a promotes")
-    if top < 1:
-        raise InputError(f"top must be 1 or more; got {top!r}")
+    whole("top", top, 1)
     place = [name for name in ("model", "prompt", "position", "component", "layer", "sublayer", "head") if name in df.columns]
     groups = df[place].drop_duplicates()
     if len(groups) > 1:

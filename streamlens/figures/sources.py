@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from streamlens.errors import InputError
+from streamlens.errors import InputError, whole
 from streamlens.figures import frames, labels
 from streamlens.figures.style import DIVERGING, axes, title
 
@@ -25,8 +25,7 @@ def sources(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     at 0. Raises InputError for several groups, a table without single heads, and `top` below 1.
     """
     rows = _parts(df)
-    if top < 1:
-        raise InputError(f"top must be 1 or more; got {top!r}")
+    whole("top", top, 1)
     if (rows["head"] < 0).any():
         raise InputError("df must hold single heads; got their sum, as by='token' gives: take by='source'")
     head = [name for name in ("layer", "sublayer", "head") if name in rows]

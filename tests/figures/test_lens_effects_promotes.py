@@ -144,7 +144,7 @@ def test_promoted_tokens_of_several_places_are_refused():
     df = promotes_table()
     with pytest.raises(InputError, match="one component at one position of one prompt; got 2 that differ in layer: select one"):
         figures.promotes(schema.apply(pd.concat([df, df.assign(layer=3)]), "promotes"))
-    with pytest.raises(InputError, match="top must be 1 or more; got 0"):
+    with pytest.raises(InputError, match="top must be a whole number, 1 or more; got 0"):
         figures.promotes(df, top=0)
 
 

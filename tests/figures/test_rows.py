@@ -126,5 +126,5 @@ def test_each_takes_one_group_of_its_own_table(figure, by_source, by_neuron, by_
 
 @pytest.mark.parametrize("figure", ["sources", "neurons"])
 def test_top_is_a_number_of_rows(figure, by_source, by_neuron):
-    with pytest.raises(InputError, match="top must be 1 or more; got 0"):
+    with pytest.raises(InputError, match="top must be a whole number, 1 or more; got 0"):
         getattr(figures, figure)({"sources": by_source, "neurons": by_neuron}[figure], top=0)
