@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import streamlens as sl
-from streamlens.calls import sweep
+from streamlens.calls import running
 from streamlens.errors import InputError
 from tests.models import tiny
 
@@ -15,7 +15,7 @@ SMALL = {"max_tokens": 8}  # one prompt a batch
 
 @pytest.fixture(autouse=True)
 def short_stretches(monkeypatch):
-    monkeypatch.setattr(sweep, "SHARD", 5)
+    monkeypatch.setattr(running, "SHARD", 5)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_table_is_that_of_an_uninterrupted_sweep(kind, tmp_path, passes):
 def test_what_is_finished_is_not_computed_again(tmp_path, monkeypatch, passes):
     model = tiny.proven("llama")
     whole = sl.ablate(model, PROMPTS, "head", "zero", **SMALL)
-    done, original = [], sweep._measured
+    done, original = [], running._measured
 
     def interrupted(*args):
         if len(done) == 4:
@@ -66,10 +66,10 @@ def test_what_is_finished_is_not_computed_again(tmp_path, monkeypatch, passes):
         done.append(1)
         return original(*args)
 
-    monkeypatch.setattr(sweep, "_measured", interrupted)
+    monkeypatch.setattr(running, "_measured", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sl.ablate(model, PROMPTS, "head", "zero", **SMALL, resume=tmp_path)
-    monkeypatch.setattr(sweep, "_measured", lambda *args: (done.append(1), original(*args))[1])
+    monkeypatch.setattr(running, "_measured", lambda *args: (done.append(1), original(*args))[1])
     done.clear()
     df = sl.ablate(model, PROMPTS, "head", "zero", **SMALL, resume=tmp_path)
     assert len(done) == 9 - 4  # three batches of twelve heads, five a stretch

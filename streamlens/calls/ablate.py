@@ -9,7 +9,8 @@ import pandas as pd
 from streamlens import frames
 from streamlens.arguments import MAX_TOKENS, opened
 from streamlens.calls.reading import bar, demand_inputs
-from streamlens.calls.sweep import prepare, run
+from streamlens.calls.running import run
+from streamlens.calls.sweep import prepare
 from streamlens.checks import CHECKS, demand_finite, demand_replayed
 from streamlens.errors import choice
 from streamlens.models.loaded import Model

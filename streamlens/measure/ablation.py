@@ -22,8 +22,9 @@ from streamlens.measure.units import EVERYWHERE, SEVERAL, Site, Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
 from streamlens.stream.changes import Change
+from streamlens.stream.hooked import hooked
 from streamlens.stream.kept import Keep
-from streamlens.stream.replay import Replay, hooked
+from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
 
 KEPT_ELEMENTS = 2**25

@@ -20,9 +20,9 @@ from streamlens.measure.replacements import Replacement
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.changes import Change
+from streamlens.stream.hooked import hooked
 from streamlens.stream.leaves import LeafReplay
 from streamlens.stream.push import Push
-from streamlens.stream.replay import hooked
 from streamlens.stream.tail import Tail
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key as ValueKey

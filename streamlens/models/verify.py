@@ -22,8 +22,10 @@ from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.adds import Miss, watch_adds
+from streamlens.stream.changes import places
 from streamlens.stream.clamp import Clamp
-from streamlens.stream.replay import Replay, hooked_removal, places
+from streamlens.stream.hooked import hooked_removal
+from streamlens.stream.replay import Replay
 from streamlens.stream.run import Run, borrowed
 from streamlens.stream.unembed import Unembed
 

@@ -46,4 +46,5 @@ def without_experts(named: dict[str, Any], gone: list[tuple[int, Tensor | None, 
 def _number(experts: nn.Module) -> int:
     """Experts are the first axis of their fused weights; a list of modules has one each."""
     fused = [p.shape[0] for p in experts.parameters(recurse=False) if p.dim() == 3]
-    return max(fused) if fused else len(list(experts.children()))
+    named = getattr(experts, "num_experts", None)
+    return max(fused) if fused else named if isinstance(named, int) else len(list(experts.children()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +30,13 @@ class _Call:
 
     def on(self, stream: Tensor) -> Tensor:
         """The block's output on another stream."""
-        args = list(self.args)
+        args, kwargs = [_fresh(v) for v in self.args], {name: _fresh(v) for name, v in self.kwargs.items()}
         for i, value in enumerate(args):
             if isinstance(value, Tensor) and value.is_floating_point():
                 args[i] = stream
-                return first(self.forward(*args, **self.kwargs))
-        name = next(n for n, v in self.kwargs.items() if isinstance(v, Tensor) and v.is_floating_point())
-        return first(self.forward(*args, **self.kwargs | {name: stream}))
+                return first(self.forward(*args, **kwargs))
+        name = next(n for n, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point())
+        return first(self.forward(*args, **kwargs | {name: stream}))
 
 
 class Rearranged(Planted):
@@ -101,10 +102,15 @@ class Rearranged(Planted):
         return torch.stack([self._calls[layer].on(stream.clone()) for layer in layers]).mean(0)
 
     def _kept(self, value: Any) -> Any:
-        return value.clone() if self.anatomy.clones and isinstance(value, Tensor) else value
+        return value.clone() if self.anatomy.clones and isinstance(value, Tensor) else _fresh(value)
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{type(self.module).__name__}: its blocks cannot be rearranged: {why}")
+
+
+def _fresh(value: Any) -> Any:
+    """A snapshot of what a block may change under our hands (a cache, a dictionary); tensors and plain values as they are."""
+    return value if value is None or isinstance(value, (Tensor, bool, int, float, str, tuple)) else copy.deepcopy(value)
 
 
 def _same_beside_stream(one: tuple[tuple, dict[str, Any]], other: tuple[tuple, dict[str, Any]]) -> bool:

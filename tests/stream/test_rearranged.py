@@ -107,6 +107,14 @@ def test_bad_orders_get_one_line(order, says):
         sl.rearrange(tiny.proven("llama"), PROMPTS, order)
 
 
+def test_a_cache_among_the_arguments_is_fresh_for_every_order():
+    model = sl.load(zoo.build("granitemoe"))
+    df = sl.rearrange(model, PROMPTS, {"same": [0, 1, 2], "without 1": [0, 2]}, **READ)
+    assert abs(df[df.blocks == "same"].delta).max() < 1e-4
+    removed = sl.ablate(model, PROMPTS, layers=1, **READ)
+    assert abs(df[df.blocks == "without 1"].ablated.to_numpy() - removed.ablated.to_numpy()).max() < 1e-4
+
+
 @pytest.mark.parametrize(("name", "why"), [("gemma4_shared_kv", "share keys and values"), ("rwkv", "something stands between its blocks")])
 def test_families_whose_blocks_do_not_simply_follow_one_another_are_refused(name, why):
     with pytest.raises(UnsupportedModelError, match=why):

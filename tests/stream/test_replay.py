@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streamlens.stream.replay import Replay, hooked_removal, places
+from streamlens.stream.changes import places
+from streamlens.stream.hooked import hooked_removal
+from streamlens.stream.replay import Replay
 from tests.models import tiny
 from tests.tolerances import REPLAY
 
