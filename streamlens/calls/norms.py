@@ -37,11 +37,11 @@ def norms(
     (the stream just before the final norm; layer n_layers); norm, each norm that reads the stream (`sublayer` counts them in a layer);
     head_out, each head's write (branch norm and multiplier included, biases not); pattern, each head's attention.
 
-    `measures` (None for all that need no pattern): l2, rms, mean, std, max_abs, max_index and massive (how many coordinates are,
-    by the rule of Sun et al. 2024) of a vector. Of a write also relative (its l2 over that of the stream it is added to: in parallel blocks
-    the one that enters), cosine to that stream, and its signed length along and its length across it. Of a norm scale, 1/sigma, and
-    gain, 1/sigma times the root mean square of its weight: by which the length of a write of no particular direction is multiplied.
-    Of a pattern to_first, the weight on position 0 (the model attends eagerly for it).
+    `measures` (None for all that need no pattern): l2, rms, mean, std, max_abs and max_index of a vector, and of what enters or leaves a
+    block massive: how many coordinates are, by the rule of Sun et al. 2024. Of a write also relative (its l2 over that of the stream it is
+    added to: in parallel blocks the one that enters), cosine to that stream, its signed length along and its length across it. Of a norm
+    scale, 1/sigma, and gain, 1/sigma times the root mean square of its weight: by which the length of a write of no particular
+    direction is multiplied. Of a pattern to_first, the weight on position 0 (the model attends eagerly for it).
 
     `positions` "all" by default; padding is never among them. Raises :class:`InputError`, and :class:`NumericError` where a value is
     not finite. Sources: Heimersheim & Turner 2023; Csordas et al. 2025 (relative, cosine); Gu et al. 2024 (to_first).

@@ -34,7 +34,8 @@ NORM_MEASURES = ("scale", "gain")
 MEASURES = (*vectors.MEASURES, vectors.OF_A_PROMPT, *alignment.MEASURES, *NORM_MEASURES, sinks.MEASURE)
 
 AT = (
-    dict.fromkeys(STREAM_SITES, (*vectors.MEASURES, vectors.OF_A_PROMPT))
+    dict.fromkeys(STREAM_SITES, vectors.MEASURES)
+    | dict.fromkeys(("embed", "resid_pre", "resid_post", "final"), (*vectors.MEASURES, vectors.OF_A_PROMPT))
     | dict.fromkeys(WRITES.values(), vectors.MEASURES + alignment.MEASURES)
     | {HEAD: ("l2", "rms", *alignment.MEASURES), NORM: NORM_MEASURES, PATTERN: (sinks.MEASURE,)}
 )
