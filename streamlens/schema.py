@@ -19,7 +19,7 @@ from streamlens.errors import InputError, choice
 
 NONE = -1  # an integer column's "none": no layer, no head, no versus; groupby would lose a null
 MEAN = -2  # `versus` where the logit is centred over the vocabulary
-_ABSENT = {"int32": NONE, "int64": NONE, "category": "", "float64": np.nan, "bool": False}
+_ABSENT = {"int32": NONE, "category": "", "float64": np.nan, "bool": False}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Column:
     """One column; `optional` ones stand in a table only when the call asks for them."""
 
     name: str
-    dtype: str  # "int32" | "int64" | "float64" | "category" | "bool"
+    dtype: str  # "int32" | "float64" | "category" | "bool"
     unit: str
     meaning: str
     key: bool = False
@@ -133,8 +133,8 @@ NORM_SUMMARY = Table("norm_summary", (
     _id("position", "0 for the first; -1 for all later ones together, or each one's own"),
     *_UNIT_PLACE, _SITE,
     _kind("measure", "as in the norms table, but for max_index"),
-    Column("n", "int64", "count", "values: positions of all prompts"),
-    Column("n_prompts", "int64", "count", "prompts that have such a position"),
+    Column("n", "int32", "count", "values: positions of all prompts"),
+    Column("n_prompts", "int32", "count", "prompts that have such a position"),
     _value("mean", _OF_MEASURE, "arithmetic mean over the values"),
     _value("std", _OF_MEASURE, "their standard deviation"),
     _value("geometric_mean", _OF_MEASURE, "geometric mean; null where a value is not above 0"),
