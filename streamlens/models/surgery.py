@@ -93,7 +93,8 @@ def _renamed(path: str, stack: str, old_block: dict[str, str]) -> str:
     if not path.startswith(f"{stack}."):
         return path
     name, _, rest = path.removeprefix(f"{stack}.").partition(".")
-    return ".".join(filter(None, (old_block[f"{stack}.{name}"], rest)))
+    # A config that goes on counting the removed blocks makes one for which there is none.
+    return ".".join(filter(None, (old_block.get(f"{stack}.{name}", f"{stack}.{name} among those that are left"), rest)))
 
 
 def _refusal(module: nn.Module, why: str) -> UnsupportedModelError:

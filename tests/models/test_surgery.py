@@ -61,6 +61,8 @@ def test_what_cannot_be_said_by_a_config_is_refused():
         sl.without_blocks(sl.load(zoo.build("jamba")), 0)  # every second layer attends, counted from the first
     with pytest.raises(UnsupportedModelError, match="depends on the number of layers"):
         sl.without_blocks(sl.load(zoo.build("gemma4")), 0)
+    with pytest.raises(UnsupportedModelError, match="among those that are left is not what its config says"):
+        sl.without_blocks(sl.load(zoo.build("xlstm")), 1)
     with pytest.raises(InputError, match="layers must leave a block of 3; got all of them"):
         sl.without_blocks(tiny.proven("llama"), None)
 
