@@ -26,7 +26,7 @@ DTYPES = {column.name: column.dtype for column in schema.NORMS.columns}
 def test_a_table_describes_each_of_its_columns_once(name):
     described = schema.describe(name)
     assert described["column"].is_unique
-    assert described["dtype"].isin(["int32", "float64", "category", "bool"]).all()
+    assert described["dtype"].isin(["int32", "int64", "float64", "category", "bool"]).all()
     assert (described["meaning"] != "").all()
     assert described["key"].any()
 

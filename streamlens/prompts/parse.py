@@ -13,12 +13,12 @@ from streamlens.prompts.plain import is_index, plain
 from streamlens.prompts.text import decode, encode
 
 RESERVED = ("prompt", "target", "versus", "position", "corrupted")
-# The columns of all result tables. `schema` has them too, but it needs pandas, which may not come in this way; tested equal.
+# The columns of all result tables with rows of prompts. `schema` has them too, but it needs pandas, which may not come in this way; tested equal.
 _TABLE_COLUMNS = (
     "prompt prompt_text position token target target_token versus versus_token component layer sublayer head neuron expert source "
     "attention contribution logit unit method span at reference sample seed blocks n_removed metric clean ablated delta recovered site "
     "measure value direct direct_recomputed total indirect repair_heads repair_mlps repair_norm layer_to norm k rank probability model "
-    "source_token log_probability direction step"
+    "source_token log_probability sublayer_to component_to positions statistic cut loss"
 )
 TABLE_COLUMNS = frozenset(_TABLE_COLUMNS.split())
 _LEGAL = "a str, a list of str, token ids, a tokenizer's output, chat messages or a DataFrame with the column 'prompt'"
