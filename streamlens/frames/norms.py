@@ -19,11 +19,12 @@ def norms(parts: Iterable[Measured], labels: Labels) -> pd.DataFrame:
     parts = list(parts)
     names = parts[0].columns
     prompt, position = (np.concatenate([getattr(p, name) for p in parts]) for name in ("prompt", "position"))
-    value = np.concatenate([p.value for p in parts])
+    value = np.concatenate([p.value for p in parts]) if len(parts) > 1 else parts[0].value
     order, n = np.lexsort((position, prompt)), len(names)
+    value = value if (np.diff(order) == 1).all() else value[order]
     columns = {k: repeat(v, n) for k, v in place_columns(labels, prompt[order], position[order]).items()}
     columns |= measure_columns(names, len(order))
-    columns["value"] = value[order].reshape(-1)
+    columns["value"] = value.reshape(-1)
     columns |= {k: v.repeat(n) for k, v in carried(labels.prompts, prompt[order]).items()}
     return schema.apply(pd.DataFrame(columns, copy=False), "norms")
 

@@ -87,7 +87,7 @@ class Meter:
             sinks.demand_all(self.anatomy, {layer for (site, layer, *_) in watch.seen if site == PATTERN})
         if not watch.columns:
             raise InputError(f"sites={sorted(self.wanted)}: this model has none of them with such a measure")
-        return Measured(*places, tuple(watch.columns), torch.cat(watch.values).T.double().numpy())
+        return Measured(*places, tuple(watch.columns), torch.cat(watch.values).T.contiguous().double().numpy())
 
 
 class _Watch:
