@@ -54,7 +54,7 @@ def test_resampling_in_pieces_changes_nothing(monkeypatch):
     rng = np.random.default_rng(2)
     df = pd.DataFrame({"prompt": np.repeat(np.arange(5), 40), "k": np.tile(np.arange(40), 5), "x": rng.normal(size=200)})
     whole = stats.mean_interval(df, "x", "k")
-    monkeypatch.setattr(stats.means, "_CELLS", 14_000)  # seven groups at a time
+    monkeypatch.setattr(stats.means, "CELLS", 14_000)  # seven groups at a time
     pd.testing.assert_frame_equal(stats.mean_interval(df, "x", "k"), whole, rtol=1e-12)
 
 

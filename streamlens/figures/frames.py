@@ -8,6 +8,7 @@ import pandas as pd
 
 from streamlens.errors import InputError
 from streamlens.schema import TABLES
+from streamlens.stats.means import table_columns
 
 # Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
 _NOT_AVERAGED = ("model", "method", "span", "expert", "at", "reference")
@@ -16,11 +17,7 @@ KEYS = {column.name for table in TABLES.values() for column in table.columns if 
 
 def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
     """Raise InputError unless `df` has these columns and rows."""
-    if not isinstance(df, pd.DataFrame):
-        raise InputError(f"df must be {table} table; got {type(df).__name__}")
-    missing = [name for name in names if name not in df.columns]
-    if missing:
-        raise InputError(f"df must be {table} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns)) or 'none'}")
+    table_columns(df, names, table)
     if df.empty:
         raise InputError(f"df must be {table} table with rows; got none")
 

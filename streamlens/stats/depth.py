@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from streamlens.errors import InputError
-from streamlens.stats.means import mean_interval
+from streamlens.stats.means import mean_interval, table_columns
 
 
 def sink_rate(df: pd.DataFrame, threshold: float = 0.3) -> pd.DataFrame:
@@ -37,7 +37,7 @@ def logit_by_depth(df: pd.DataFrame, level: float = 0.95, n_boot: int = 2000, se
     without contributions.
     """
     needed = ["prompt", "position", "target", "versus", "layer", "contribution"]
-    _columns(df, needed, "an attribution")
+    table_columns(df, needed, "an attribution")
     model = ["model"] if "model" in df.columns else []
     sums = df.groupby([*model, *needed[:-1]], observed=True)["contribution"].sum().reset_index()
     out = mean_interval(sums, "contribution", [*model, "layer"], level=level, n_boot=n_boot, seed=seed)
@@ -53,7 +53,7 @@ def settled_layer(df: pd.DataFrame) -> pd.DataFrame:
     is, there and at every later layer, the one that the model says in the end; n_layers where only the last block makes it so. depth is
     layer / n_layers. Raises InputError for a table without likeliest tokens, or without the last stream.
     """
-    _columns(df, ["prompt", "position", "layer", "site", "target", "k"], "a lens")
+    table_columns(df, ["prompt", "position", "layer", "site", "target", "k"], "a lens")
     rows = df[(df["k"] == 0) & df["site"].isin(["resid_pre", "final"])]
     if rows.empty or not (rows["site"] == "final").any():
         raise InputError("df must be a lens table with top_k=1 or more at the sites resid_pre and final")
@@ -65,9 +65,3 @@ def settled_layer(df: pd.DataFrame) -> pd.DataFrame:
     out = rows.assign(differs=differs, n_layers=last).groupby(key, observed=True)[["differs", "n_layers"]].max().reset_index()
     out = out.rename(columns={"differs": "layer"}).assign(layer=lambda d: d["layer"] + 1)
     return out.assign(depth=out["layer"] / out["n_layers"])
-
-
-def _columns(df: pd.DataFrame, needed: list[str], table: str) -> None:
-    missing = [name for name in needed if name not in df.columns]
-    if missing:
-        raise InputError(f"df must be {table} table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns))}")

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError
-from streamlens.stats.growth import curves_of, log_norms, range_of
-from streamlens.stats.means import mean_interval
+from streamlens.stats.growth import curves_by_model, extent, log_norms, without_first
+from streamlens.stats.means import mean_interval, table_columns
 
 FORMS = {
     "exponential": (np.log, np.exp),
@@ -29,9 +29,7 @@ def growth_ratios(
     `skip_first` leaves out position 0. Raises InputError for a table with a single layer, or without positions after the first.
     """
     rows = log_norms(df, measure)
-    rows = rows[rows["position"] > 0] if skip_first else rows
-    if rows.empty:
-        raise InputError("skip_first must be False where every row is a first position; got True")
+    rows = without_first(rows) if skip_first else rows
     model = ["model"] if "model" in df.columns else []
     rows = rows.sort_values([*model, "prompt", "position", "layer"])
     place = rows.groupby([*model, "prompt", "position"], observed=True, sort=False)
@@ -53,18 +51,13 @@ def growth_forms(df: pd.DataFrame, layers: Sequence[int] | None = None, skip_fir
     the three can be compared (for the exponential it is not that of :func:`growth_rate`, which is of log norm); it is below 0 where a
     form does worse than no growth, NaN where the norm is constant. Raises InputError for layers outside the model or fewer than two.
     """
-    rows = log_norms(df, measure)
-    groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
     fits = []
-    for model, of_model in groups:
-        curves = curves_of(of_model, skip_first)
-        first, last = range_of(layers, curves.columns)
-        layer = np.arange(first, last + 1, dtype=np.float64)
-        logs = curves.loc[:, list(range(first, last + 1))].to_numpy(np.float64).mean(0)
+    for model, curves in curves_by_model(df, layers, skip_first, measure):
+        layer, norms = curves.columns.to_numpy(np.float64), np.exp(curves.to_numpy(np.float64).mean(0))
         for form, (there, _) in FORMS.items():
-            slope, intercept = np.polyfit(layer, there(np.exp(logs)), 1)
+            slope, intercept = np.polyfit(layer, there(norms), 1)
             fit = {"model": model, "form": form, "intercept": intercept, "slope": slope}
-            fits.append(fit | {"r2": _r2(np.exp(logs), fitted(fit, layer)), "first": first, "last": last, "n_prompts": len(curves)})
+            fits.append(fit | {"r2": _r2(norms, fitted(fit, layer))} | extent(curves))
     return pd.DataFrame(fits)
 
 
@@ -102,13 +95,8 @@ def growth_sources(df: pd.DataFrame, skip_first: bool = True, level: float = 0.9
     position and averaged over positions, then prompts, and n is the number of prompts. The means sum to 1; layer -1 is the embedding.
     `skip_first` leaves out position 0. Raises InputError for another table, or one without positions after the first.
     """
-    needed = ["prompt", "position", "layer", "layer_to", "value", "total"]
-    missing = [name for name in needed if name not in df.columns]
-    if missing:
-        raise InputError(f"df must be a norm_parts table with columns {', '.join(missing)}; got {', '.join(map(str, df.columns))}")
-    rows = df[df["position"] > 0] if skip_first else df
-    if rows.empty:
-        raise InputError("skip_first must be False where every row is a first position; got True")
+    table_columns(df, ["prompt", "position", "layer", "layer_to", "value", "total"], "a norm_parts")
+    rows = without_first(df) if skip_first else df
     model = ["model"] if "model" in df.columns else []
     own = rows["layer"] == rows["layer_to"]
     rows = rows.assign(source=np.where(own, "size", "alignment"), share=rows["value"] / rows["total"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError, choice
-from streamlens.stats.means import check_boot, columns, interval
+from streamlens.stats.means import check_boot, interval, table_columns
 
 _FLAT = 1e-24  # sum of squares of log norms below which they differ by rounding alone
 
@@ -21,7 +21,7 @@ def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> 
     without a `model` column).
     """
     df = _of_summary(df)
-    columns(df, ["prompt", "position", "layer", "site", "measure", "value"], "df")
+    table_columns(df, ["prompt", "position", "layer", "site", "measure", "value"], "a norms")
     choice("measure", measure, df["measure"].unique())
     rows = df[(df["measure"] == measure) & df["site"].isin(["resid_pre", "final"])]
     key = [name for name in dict.fromkeys(["model", *by, "prompt", "position", "layer", "site"]) if name in rows.columns]
@@ -44,18 +44,38 @@ def _of_summary(df: pd.DataFrame) -> pd.DataFrame:
     return df.assign(prompt=0, value=df["geometric_mean"], position=(df["position"] != 0).astype("int32"))
 
 
-def curves_of(rows: pd.DataFrame, skip_first: bool) -> pd.DataFrame:
-    """Mean log norm over positions, `[prompt, layer]`."""
-    rows = rows[rows["position"] > 0] if skip_first else rows
-    if rows.empty:
+def without_first(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of later positions than the first. Raises InputError where there are none."""
+    later = rows[rows["position"] > 0]
+    if later.empty:
         raise InputError("skip_first must be False where every row is a first position; got True")
+    return later
+
+
+def curves_by_model(df: pd.DataFrame, layers: Sequence[int] | None, skip_first: bool, measure: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """(model, mean log norm over positions `[prompt, layer]` within the range `layers`) of each model of a norms table."""
+    rows = log_norms(df, measure)
+    groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
+    for model, of_model in groups:
+        curves = _curves(without_first(of_model) if skip_first else of_model)
+        first, last = _range(layers, curves.columns)
+        yield model, curves.loc[:, list(range(first, last + 1))]
+
+
+def extent(curves: pd.DataFrame) -> dict[str, int]:
+    """The layers that were fitted, and of how many prompts."""
+    return {"first": int(curves.columns[0]), "last": int(curves.columns[-1]), "n_prompts": len(curves)}
+
+
+def _curves(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean log norm over positions, `[prompt, layer]`."""
     curves = rows.groupby(["prompt", "layer"])["log"].mean().unstack("layer")
     if curves.isna().any(axis=None):
         raise InputError(f"df must have the same layers for every prompt; prompt {curves.index[curves.isna().any(axis=1)][0]} lacks some")
     return curves
 
 
-def range_of(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
+def _range(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
     """The range to fit, checked. Every layer in it must be there, else the fit would span a gap unseen."""
     lowest, highest = int(there.min()), int(there.max())
     legal = f"layers must be (first, last), inclusive, with {lowest} <= first < last <= {highest}"
@@ -72,11 +92,10 @@ def range_of(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
     return first, last
 
 
-def _fit(curves: pd.DataFrame, first: int, last: int, n_boot: int, seed: int) -> dict[str, float]:
+def _fit(curves: pd.DataFrame, n_boot: int, seed: int) -> dict[str, float]:
     """Least squares of the mean curve against layer. The fit is linear in the curve, so the slope of a resampled mean is the
     resampled mean of the prompts' slopes: every replicate is refitted, in one product."""
-    layer = np.arange(first, last + 1, dtype=np.float64)
-    values = curves.loc[:, list(range(first, last + 1))].to_numpy(np.float64)
+    layer, values = curves.columns.to_numpy(np.float64), curves.to_numpy(np.float64)
     centred = layer - layer.mean()
     slopes = values @ centred / (centred @ centred)
     low, high = interval(slopes[:, None], 0.95, n_boot, seed)
@@ -101,16 +120,12 @@ def growth_rate(
     its mean over prompts is fitted against l by least squares over `layers` = (first, last), inclusive, by default all of them.
     rate = exp(slope); low and high are its 95% percentile interval from resampling prompts and refitting each time, NaN for a single
     prompt, and for a norm_summary table, whose geometric means over all positions are fitted instead; r2 is that of the fit, NaN
-    where the norm is constant. `skip_first` leaves out position 0, whose norm is often a hundred
-    times the others'. Raises InputError for layers outside the model or fewer than two, and for a measure that is not in the table.
+    where the norm is constant. `skip_first` leaves out position 0, whose norm is often a hundred times the others'. Raises InputError
+    for layers outside the model or fewer than two, and for a measure that is not in the table.
     Method: Heimersheim & Turner 2023, Residual stream norms grow exponentially over the forward pass; the interval is an addition.
     """
     check_boot(0.95, n_boot)
-    rows = log_norms(df, measure)
-    groups = rows.groupby("model", observed=True, sort=False) if "model" in df.columns else [(df.attrs.get("model", ""), rows)]
-    fits = []
-    for model, of_model in groups:
-        curves = curves_of(of_model, skip_first)
-        first, last = range_of(layers, curves.columns)
-        fits.append({"model": model, **_fit(curves, first, last, n_boot, seed), "first": first, "last": last, "n_prompts": len(curves)})
+    fits = [
+        {"model": model} | _fit(curves, n_boot, seed) | extent(curves) for model, curves in curves_by_model(df, layers, skip_first, measure)
+    ]
     return pd.DataFrame(fits)

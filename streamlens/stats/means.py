@@ -14,16 +14,27 @@ import pandas as pd
 
 from streamlens.errors import InputError, whole
 
-_CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
+CELLS = 4_000_000  # numbers held at once while resampling: 32 MB
 _COMPONENT = ("component", "layer", "sublayer", "head", "neuron", "expert", "source")
 
 
 def columns(df: pd.DataFrame, names: Sequence[str], parameter: str) -> None:
+    """Raise InputError unless `df` has the columns that a parameter names."""
     if not isinstance(df, pd.DataFrame):
         raise InputError(f"df must be a DataFrame; got {type(df).__name__}")
     missing = [name for name in names if name not in df.columns]
     if missing:
         raise InputError(f"{parameter} must name columns of df ({', '.join(map(str, df.columns))}); got {', '.join(map(repr, missing))}")
+
+
+def table_columns(df: pd.DataFrame, names: Sequence[str], table: str, parameter: str = "df") -> None:
+    """Raise InputError unless `df`, given as `parameter`, is a table of this kind ("a lens"), told by these columns."""
+    if not isinstance(df, pd.DataFrame):
+        raise InputError(f"{parameter} must be {table} table; got {type(df).__name__}")
+    missing = [name for name in names if name not in df.columns]
+    if missing:
+        got = ", ".join(map(str, df.columns)) or "none"
+        raise InputError(f"{parameter} must be {table} table with columns {', '.join(missing)}; got {got}")
 
 
 def resample(n_units: int, n_boot: int, seed: int) -> np.ndarray:
@@ -44,7 +55,7 @@ def interval(values: np.ndarray, level: float, n_boot: int, seed: int) -> tuple[
     """
     drawn, tails = resample(len(values), n_boot, seed), [(1 - level) / 2, (1 + level) / 2]
     bounds = np.full((2, values.shape[1]), np.nan)
-    step = max(1, _CELLS // n_boot)
+    step = max(1, CELLS // n_boot)
     for start in range(0, values.shape[1], step):
         block = values[:, start : start + step]
         there = ~np.isnan(block)
@@ -107,7 +118,7 @@ def top_components(df: pd.DataFrame, n: int = 10, level: float = 0.95, n_boot: i
     column.
     """
     whole("n", n, 1)
-    columns(df, ["component", "layer", "head", "contribution"], "df")
+    table_columns(df, ["component", "layer", "head", "contribution"], "an attribution")
     model = ["model"] if "model" in df.columns else []
     by = [*model, *(name for name in _COMPONENT if name in df.columns)]
     means = mean_interval(df, "contribution", by, level=level, n_boot=n_boot, seed=seed)

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError
-from streamlens.stats.means import columns, mean_interval
+from streamlens.stats.means import mean_interval, table_columns
 
 
 def perplexity(
@@ -20,7 +20,7 @@ def perplexity(
     ratio's (ablated / clean, of the same prompts) are exp of the interval of the mean, as in :func:`mean_interval`. Raises InputError for
     a table without losses.
     """
-    columns(ablation, ["metric", "clean", "ablated", "delta"], "ablation")
+    table_columns(ablation, ["metric", "clean", "ablated", "delta"], "an ablation", "ablation")
     rows = ablation[ablation["metric"] == "loss"]
     if rows.empty:
         raise InputError(f"ablation must hold the metric loss; got {', '.join(map(str, ablation['metric'].unique())) or 'none'}")

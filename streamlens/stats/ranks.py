@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError, choice
-from streamlens.stats.means import _CELLS, check_boot, columns, resample
+from streamlens.stats.means import CELLS, check_boot, resample, table_columns
 
 _PLACE = ["layer", "sublayer", "head", "span"]
 
@@ -29,7 +29,7 @@ def rank_agreement(
     n_prompts; NaN where everything is tied. Raises InputError for tables of other prompts, or fewer than three units in common.
     """
     check_boot(level, n_boot)
-    columns(ablation, ["prompt", "metric", "delta", *_PLACE, "unit"], "ablation")
+    table_columns(ablation, ["prompt", "metric", "delta", *_PLACE, "unit"], "an ablation", "ablation")
     choice("metric", metric, ablation["metric"].unique())
     rows = []
     for measure, unit, estimate in _estimates(similarity, metric, skip_first):
@@ -60,11 +60,11 @@ def paired_means(
 def _estimates(df: pd.DataFrame, metric: str, skip_first: bool):
     """(measure, unit, `[prompt, unit]`) of each measure that is held against the truth."""
     if "delta" in df.columns:
-        columns(df, ["prompt", "metric", "method", "unit", *_PLACE], "similarity")
+        table_columns(df, ["prompt", "metric", "method", "unit", *_PLACE], "an ablation", "similarity")
         for (method, unit), rows in df[df["metric"] == metric].groupby(["method", "unit"], observed=True):
             yield str(method), str(unit), _curve(rows, "delta", "similarity")
         return
-    columns(df, ["prompt", "position", "layer", "layer_to", "measure", "value"], "similarity")
+    table_columns(df, ["prompt", "position", "layer", "layer_to", "measure", "value"], "a similarity", "similarity")
     later = df["position"] > 0
     df = df[later] if skip_first and later.any() else df
     df = df.assign(span=df["layer_to"] - df["layer"], sublayer=-1, head=-1)
@@ -88,7 +88,7 @@ def _agreement(truth: np.ndarray, estimate: np.ndarray, level: float, n_boot: in
     found = _correlations(truth.mean(0)[None], estimate.mean(0)[None])
     out: dict[str, float] = {}
     drawn = resample(n_prompts, n_boot, seed) / n_prompts
-    step = max(1, _CELLS // n_units**2)
+    step = max(1, CELLS // n_units**2)
     parts = (
         [_correlations(drawn[i : i + step] @ truth, drawn[i : i + step] @ estimate) for i in range(0, n_boot, step)]
         if n_prompts > 1
