@@ -62,4 +62,4 @@ def bar(total: float, progress: bool, title: str) -> Iterator[Tick]:
     """A progress bar in forward passes over all prompts, on stderr where it is wanted."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f}/{total:.1f} forward passes [{elapsed}<{remaining}]"
     with tqdm(total=total, desc=title, disable=not progress, bar_format=form) as shown:
-        yield shown.update
+        yield lambda passes: shown.update(min(passes, total - shown.n))  # fractions may sum to a rounding more than the total
