@@ -3,6 +3,7 @@
 All share :class:`StreamLensError`, so that a batch script can catch what streamlens says and let real bugs through.
 """
 
+from collections.abc import Hashable
 from numbers import Integral
 
 
@@ -33,7 +34,7 @@ class NumericError(StreamLensError):
 def choice(parameter: str, value: object, legal) -> None:
     """Raise :class:`InputError` unless `value` is one of `legal`."""
     legal = list(legal)
-    if value not in legal:
+    if not isinstance(value, Hashable) or value not in legal:  # an array would be compared word by word
         raise InputError(f"{parameter} must be one of {', '.join(map(repr, legal))}; got {value!r}")
 
 

@@ -33,3 +33,25 @@ for call in {calls!r}:
 def test_wrong_types_are_named():
     out = subprocess.run([sys.executable, "-c", SCRIPT.format(calls=list(CALLS))], capture_output=True, text=True, check=True)
     assert out.stdout.splitlines() == list(CALLS.values())
+
+
+NUMPY = """
+import numpy as np
+import streamlens as sl
+from streamlens.errors import InputError
+
+model = sl.load(sl.Decoder(sl.DecoderConfig(n_vocab=20, d_model=16, n_layers=1, n_heads=2), seed=0))
+wanted = sl.attribute(model, [1, 2, 3], by="neuron", top_k=3)
+assert sl.attribute(model, [1, 2, 3], by="neuron", top_k=np.int64(3)).equals(wanted)
+for by in (np.array(["neuron"]), np.array(["neuron", "token"])):
+    try:
+        sl.attribute(model, [1, 2, 3], by=by)
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_a_number_of_numpy_is_one_and_an_array_of_words_is_none():
+    out = subprocess.run([sys.executable, "-c", NUMPY], capture_output=True, text=True, check=True)
+    legal = "by must be one of None, 'neuron', 'expert', 'source', 'token'; got array(["
+    assert [line.startswith(legal) for line in out.stdout.splitlines()] == [True, True]

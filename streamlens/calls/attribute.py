@@ -88,7 +88,7 @@ def _split(model: Model, by: str | None, top_k: int | None) -> Split | None:
     choice("by", by, (None, *_SPLITS))
     if top_k is not None and not (is_index(top_k) and top_k > 0):
         raise InputError(f"top_k must be a whole number above 0, or None for all; got {top_k!r}")
-    return None if by is None else _SPLITS[by](model.module, model.anatomy, top_k)
+    return None if by is None else _SPLITS[by](model.module, model.anatomy, None if top_k is None else int(top_k))
 
 
 def _tokens(max_tokens: int, split: Split | None, wanted: Readouts, parsed: Prompts) -> int:

@@ -16,7 +16,7 @@ from streamlens.models.loaded import Model
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index, plain
 
-_LEGAL = "('head', layer, head), ('attn', layer), ('mlp', layer), ('mixer', layer), ('embed',), or a list of such"
+_LEGAL = "('head', layer, head), (kind, layer) for attn, mlp, mixer or other, ('embed',) or ('pos_embed',), or a list of such"
 
 
 def promotes(
@@ -34,7 +34,7 @@ def promotes(
 
     `component`: ("head", layer, head), ("attn", layer), ("mlp", layer), ("mixer", layer), ("other", layer), ("embed",) or ("pos_embed",);
     the whole attention is its heads and its output bias. Where a block has several of a kind, its `sublayer` stands last. A list of
-    these: each in turn. `positions` is "last" by default.
+    these: each in turn, once. `positions` is "last" by default.
 
     `contribution` is in logits, before a softcap: the component's write through every norm behind it, frozen at this pass, and the
     unembedding, less the mean over the vocabulary; the same number as `sl.attribute(..., target=token, versus="mean")`. `k` is 0
@@ -64,7 +64,7 @@ def _chosen(model: Model, component: object) -> list[pushing.Source]:
     if not isinstance(given, list) or not given or not all(isinstance(one, list) and one and isinstance(one[0], str) for one in given):
         raise InputError(f"component must be {_LEGAL}; got {component!r}")
     found = pushing.sources(model.anatomy)
-    return [_one(model, found, one) for one in given]
+    return list(dict.fromkeys(_one(model, found, one) for one in given))
 
 
 def _one(model: Model, found: dict[Component, pushing.Source], one: list) -> pushing.Source:

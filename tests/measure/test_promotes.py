@@ -95,6 +95,13 @@ def test_what_is_no_component_is_named(component, message):
         sl.promotes(tiny.proven("llama"), PROMPTS, component)
 
 
+def test_a_component_named_twice_has_its_rows_once():
+    model = tiny.proven("llama")
+    once = sl.promotes(model, PROMPTS, [("mlp", 1), ("head", 0, 1)], top_k=3)
+    assert sl.promotes(model, PROMPTS, [("mlp", 1), ("head", 0, 1), ("mlp", 1, 0)], top_k=3).equals(once)
+    schema.validate(once, "promotes")
+
+
 def test_top_k_is_part_of_a_vocabulary():
     with pytest.raises(InputError, match="top_k must be from 1 to the vocabulary's 60; got 0"):
         sl.promotes(tiny.proven("llama"), PROMPTS, ("mlp", 1), top_k=0)
