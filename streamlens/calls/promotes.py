@@ -64,7 +64,8 @@ def _chosen(model: Model, component: object) -> list[pushing.Source]:
     if not isinstance(given, list) or not given or not all(isinstance(one, list) and one and isinstance(one[0], str) for one in given):
         raise InputError(f"component must be {_LEGAL}; got {component!r}")
     found = pushing.sources(model.anatomy)
-    return list(dict.fromkeys(_one(model, found, one) for one in given))
+    chosen = [_one(model, found, one) for one in given]
+    return list({source.component: source for source in chosen}.values())
 
 
 def _one(model: Model, found: dict[Component, pushing.Source], one: list) -> pushing.Source:
