@@ -32,6 +32,7 @@ def _cells(df: pd.DataFrame) -> pd.DataFrame:
     """One row a cell: column ("head" or one beside), layer, head, and the mean over prompts with its interval."""
     column = {part: name for name, parts in _BESIDE.items() for part in parts} | {"head": "head"}
     rows = df.assign(column=df["component"].astype(str).map(column)).dropna(subset="column")
+    rows = rows[rows["layer"] >= 0]  # a sum over all heads stands in no layer
     if rows.empty:
         raise InputError(f"df must have heads or MLPs; got components {', '.join(map(str, df['component'].unique()))}")
     frames.refuse_several(rows[rows["column"] == "head"], names=["sublayer"], may=_NO_BY)

@@ -12,11 +12,11 @@ _WORDS = {"mlp": "MLP", "mlp_bias": "MLP bias", "pos_embed": "pos. embed", "neur
 
 
 def component(row: Mapping[str, object]) -> str:
-    """A component's short name: "L12 H3", "MLP 20", "attn bias 4", "embed". `row` is a row of an attribution table."""
+    """A component's short name: "L12 H3", "MLP 20", "attn bias 4", "embed", "heads" for their sum. `row` is one of an attribution table."""
     name, layer = str(row["component"]), int(row["layer"])
     sublayer = f".{row['sublayer']}" if row.get("sublayer", -1) > 0 else ""
     if name == "head":
-        label = f"L{layer}{sublayer} H{row['head']}"
+        label = f"L{layer}{sublayer} H{row['head']}" if layer >= 0 else "heads"
     else:
         label = _WORDS.get(name, name.replace("_", " ")) + (f" {layer}{sublayer}" if layer >= 0 else "")
     parts = [f"{word}{row[column]}" for column, word in (("neuron", "#"), ("expert", "#"), ("source", "from ")) if row.get(column, -1) >= 0]

@@ -33,7 +33,7 @@ def neurons(df: pd.DataFrame, ax: Axes | None = None, top: int = 15) -> Axes:
     ax.axvline(0, color="0.5", linewidth=thin())
     ax.set_yticks(y, [labels.component(row) for row in rows.to_dict("records")])
     ax.tick_params(axis="y", length=0)
-    ax.set(ylim=(len(rows) - 0.4, -0.6), xlabel="contribution (logits)")
+    ax.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"contribution ({labels.unit(df)})")
     title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax
 
@@ -63,6 +63,6 @@ def experts(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
         reach[sign][y] += value
     ax.axvline(0, color="0.3", linewidth=thin())
     ax.set_yticks(np.arange(len(places)), [f"{layer}.{sub}" if sub > 0 else str(layer) for layer, sub in places])
-    ax.set(ylim=(len(places) - 0.4, -0.6), xlabel="contribution (logits; grey: shared experts)", ylabel="layer")
+    ax.set(ylim=(len(places) - 0.4, -0.6), xlabel=f"contribution ({labels.unit(df)}; grey: shared experts)", ylabel="layer")
     title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax

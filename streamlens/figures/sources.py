@@ -42,7 +42,7 @@ def sources(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     ax.invert_yaxis()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.figure.colorbar(mesh, ax=ax).set_label("contribution (logits)")
+    ax.figure.colorbar(mesh, ax=ax).set_label(f"contribution ({labels.unit(df)})")
     title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax
 
@@ -78,7 +78,8 @@ def tokens(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
         )
     ax.set(xlim=(0, _LINE), ylim=(lines[-1][0] + 0.6, -0.6))
     ax.set_axis_off()
-    ax.figure.colorbar(look, ax=ax, orientation="horizontal", shrink=0.6).set_label("contribution through all heads (logits)")
+    bar = ax.figure.colorbar(look, ax=ax, orientation="horizontal", shrink=0.6)
+    bar.set_label(f"contribution through all heads ({labels.unit(df)})")
     title(ax, f"{labels.target(df)} after {labels.visible(str(df['token'].iloc[0]))}")
     return ax
 

@@ -97,6 +97,28 @@ def test_a_table_by_token_has_no_single_heads(by_source):
     assert len(figures.tokens(summed).patches) == len(TOKENS)
     with pytest.raises(InputError, match=r"df must hold single heads; got their sum, as by='token' gives: take by='source'"):
         figures.sources(summed)
+    ax = figures.waterfall(summed.assign(logit=summed.contribution.sum()), top=3)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    largest = summed.iloc[summed.contribution.abs().argsort()[::-1][:3]]
+    assert names[:3] == [f"heads from {s}" if s >= 0 else "MLP" for s in largest.source]
+
+
+def test_a_sum_over_heads_has_no_place_in_a_map_of_layers(by_source):
+    summed = by_source.assign(head=-1).assign(layer=by_source.layer.where(by_source.source < 0, -1)).drop_duplicates(["source"])
+    loud = summed.assign(contribution=summed.contribution.where(summed.source < 0, 100.0))
+    ax = figures.heads(loud)
+    assert [mesh.get_array().compressed().tolist() for mesh in ax.collections] == [[9.0]]
+    assert ax.collections[0].norm.vmax == 9.0
+    assert ax.figure.axes[1].get_ylabel() == "contribution (logits)"
+
+
+@pytest.mark.parametrize("figure", ["sources", "tokens", "neurons", "experts"])
+def test_shares_of_a_log_probability_are_in_nats(figure, by_source, by_neuron, by_expert):
+    df = {"sources": by_source, "tokens": by_source, "neurons": by_neuron, "experts": by_expert}[figure]
+    for scaled, unit in ((df, "logits"), (df.assign(log_probability=-0.5), "nats")):
+        ax = getattr(figures, figure)(scaled)
+        words = [label for part in ax.figure.axes for label in (part.get_xlabel(), part.get_ylabel()) if "contribution" in label]
+        assert [f"({unit}" in label for label in words] == [True]
 
 
 def test_neurons_are_the_largest_of_all_layers_and_never_the_rest(by_neuron):
