@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+
 import numpy as np
 
 from streamlens.errors import AdditivityError, NumericError, StreamLensError
@@ -27,8 +28,8 @@ def demand_replayed(model: Model, batch: TokenBatch, plan: removal.Plan) -> None
     number = len(plan.changes) // 2
     error, limit = removal.replay_error(model.module, model.anatomy, batch, plan, number), limits.room(model.dtype)
     if not error <= limit:
-        message = f"{model.name}: the change at layer {plan.changes[number].layer} by replay misses the hooked pass by {error:.2g} (limit {limit:.0e})"
-        raise NumericError(message)
+        what = f"the change at layer {plan.changes[number].layer} by replay misses the hooked pass"
+        raise NumericError(f"{model.name}: {what} by {error:.2g} (limit {limit:.0e})")
 
 
 def demand_near(model: Model, what: str, error: float) -> None:

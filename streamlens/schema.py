@@ -215,7 +215,7 @@ TRAINING = Table("training", (
     _id("step", "update, from 0; measured before it"),
     _LAYER,
     _kind("measure", "loss, gradient_norm, learning_rate, attention_logit or stream_norm"),
-    _value("value", "the measure's own: nats for loss, logits for attention_logit", "the measure at this step, of this layer where it has one"),
+    _value("value", "the measure's own: nats for loss, logits for attention_logit", "the measure at this step, by layer where it has one"),
 ), "train")  # fmt: skip
 
 # A card has one further column a fact, which differ by architecture; they follow as extra columns.

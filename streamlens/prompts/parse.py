@@ -13,7 +13,8 @@ from streamlens.prompts.plain import is_index, plain
 from streamlens.prompts.text import decode, encode
 
 RESERVED = ("prompt", "target", "versus", "position", "corrupted")
-# The columns of all result tables with rows of prompts. `schema` has them too, but it needs pandas, which may not come in this way; tested equal.
+# The columns of all result tables with rows of prompts. `schema` has them too, but it needs pandas, which may not come in this way;
+# tested equal.
 _TABLE_COLUMNS = (
     "prompt prompt_text position token target target_token versus versus_token component layer sublayer head neuron expert source "
     "attention contribution logit unit method span at reference sample seed blocks n_removed metric clean ablated delta recovered site "
