@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from streamlens.errors import InputError
+from streamlens.errors import InputError, whole
 
 
 @torch.no_grad()
@@ -63,14 +63,13 @@ def draw(
 def _check(decoder, ids: Tensor, n_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if ids.dim() != 2 or ids.shape[1] < 1:
         raise InputError(f"input_ids must be [batch, pos] with a token or more; got shape {list(ids.shape)}")
-    if not (isinstance(n_tokens, int) and n_tokens >= 0):
-        raise InputError(f"n_tokens must be a whole number of at least 0; got {n_tokens!r}")
+    whole("n_tokens", n_tokens, 0)
     if not 0 <= temperature < float("inf"):
         raise InputError(f"temperature must be 0 (the likeliest token) or above; got {temperature!r}")
     if temperature == 0 and (top_k is not None or top_p is not None):
         raise InputError(f"temperature must be above 0 with top_k or top_p; got {temperature!r}")
-    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
-        raise InputError(f"top_k must be a whole number of at least 1 or None; got {top_k!r}")
+    if top_k is not None:
+        whole("top_k", top_k, 1)
     if top_p is not None and not 0 < top_p <= 1:
         raise InputError(f"top_p must be above 0 and at most 1, or None; got {top_p!r}")
     config, length = decoder.config, ids.shape[1] + n_tokens

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from streamlens.errors import InputError
+from streamlens.errors import InputError, whole
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Keep:
     def __post_init__(self) -> None:
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise InputError(f"keep: dtype must be a floating-point torch dtype; got {self.dtype!r}")
-        if self.limit is not None and not (isinstance(self.limit, int) and self.limit >= 0):
-            raise InputError(f"keep: limit must be a number of bytes, 0 or more; got {self.limit!r}")
+        if self.limit is not None:
+            whole("keep: limit", self.limit, 0)
 
 
 class Kept:

@@ -96,7 +96,7 @@ def test_what_is_kept_elsewhere_is_the_same_but_for_its_dtype(keep, tmp_path, mo
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(InputError, match="keep: dtype must be a floating-point torch dtype"):
         Keep(torch.int8)
-    with pytest.raises(InputError, match="keep: limit must be a number of bytes"):
+    with pytest.raises(InputError, match="keep: limit must be a whole number"):
         Keep(limit=-1)
     with pytest.raises(InputError, match=r"keep must be sl\.Keep"):
         sl.ablate(tiny.proven("llama"), [[1, 2]], keep="disk")
