@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.norms import NormForm
-from streamlens.stream.run import Planted
+from streamlens.stream.run import Planted, tensor_name
 
 Place = tuple[int, str]
 """(layer, module path) of a leaf; embeddings have layer -1."""
@@ -58,7 +58,7 @@ class Clamp(Planted):
     def _input(self, layer: int, path: str, named: dict) -> dict | None:
         if (layer, path) not in self._leaves:
             return None
-        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        name = tensor_name(named)
         return named | {name: self._value((layer, path), named[name])}
 
     def _output(self, layer: int, path: str, out: Tensor) -> Tensor | None:

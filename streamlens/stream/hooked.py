@@ -14,7 +14,7 @@ from streamlens.stream import changes
 from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import without_experts
 from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, tensor_name
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def _if(change: Change, layer: int, make: Callable[[], Any]) -> Any:
 
 
 def _input_changed(run: Run, named: dict[str, Any], change: Change) -> dict[str, Any]:
-    name = next(n for n, v in named.items() if isinstance(v, Tensor))
+    name = tensor_name(named)
     return named | {name: _changed(run, named[name], change)}
 
 

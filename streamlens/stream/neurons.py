@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, tensor_name
 from streamlens.stream.tap import Places, Tap
 
 Place = tuple[int, str]
@@ -33,7 +33,7 @@ class NeuronTap(Tap):
 
     def _see(self, at: Place, named: dict) -> None:
         if at in self._leaf:
-            x = next(v for v in named.values() if isinstance(v, Tensor))
+            x = named[tensor_name(named)]
             self._post[self._leaf[at]] = self.places.keep(x.reshape(-1, x.shape[-1]))
 
     def shares(self, place: Place, g: Float[Tensor, "row d_model"], at: Int[Tensor, " row"]) -> Float[Tensor, "row d_mlp"]:

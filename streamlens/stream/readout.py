@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.norms import NormForm
-from streamlens.stream.run import Planted
+from streamlens.stream.run import Planted, tensor_name
 from streamlens.stream.tap import Tap
 
 Key = tuple[int, str, str]
@@ -114,7 +114,7 @@ class Readout(Planted):
     def _leaf_at_input(self, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
         if (layer, path) not in self._by_module:
             return None
-        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        name = tensor_name(named)
         return named | {name: self._leaf((layer, "write", path), named[name])}
 
     def _leaf_at_output(self, layer: int, path: str, out: Tensor) -> Tensor | None:

@@ -244,6 +244,11 @@ def first(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+def tensor_name(named: dict[str, Any]) -> str:
+    """Which of a module's named arguments is its input: the first tensor."""
+    return next(name for name, value in named.items() if isinstance(value, Tensor))
+
+
 def with_first(output: Any, tensor: Tensor | None) -> Any:
     """The module's output with `tensor` in the tensor's place."""
     return type(output)((tensor, *output[1:])) if isinstance(output, (tuple, list)) else tensor

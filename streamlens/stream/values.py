@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, tensor_name
 
 Key = tuple[int, str, bool]
 """(layer, module path, whether at its input). A block's own path stands for what the block adds to its input."""
@@ -34,7 +34,7 @@ def watch_values(run: Run, anatomy: Anatomy, keys: Collection[Key], see: See) ->
         emit(layer, path, False, out - entered.pop("stream"))
 
     def enter_module(layer: int, path: str, named: dict[str, Any]) -> None:
-        emit(layer, path, True, next(v for v in named.values() if isinstance(v, Tensor)))
+        emit(layer, path, True, named[tensor_name(named)])
 
     for path, at_input in dict.fromkeys((path, at_input) for _, path, at_input in keys):
         if path in anatomy.block_paths:
