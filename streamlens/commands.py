@@ -43,7 +43,8 @@ def _measure(args: argparse.Namespace, prompts: Given) -> None:
         else:
             save(frame, folder, TABLE_OF.get(args.command, args.command), csv=args.csv)
             if args.command in FIGURES:
-                FIGURES[args.command](frame, folder)
+                with figures.style("paper", columns=2):
+                    FIGURES[args.command](frame, folder)
     if args.out:
         print(f"written to {args.out}")
 
@@ -188,15 +189,28 @@ def _draw_ablation(frame: pd.DataFrame, folder: Path) -> None:
 
 
 def _draw_lens(frame: pd.DataFrame, folder: Path) -> None:
+    """The likeliest tokens of each prompt, or without them its target where it has one a position."""
+    show = "top" if (frame.k >= 0).any() else "target"
     for prompt, rows in list(frame.groupby("prompt"))[:WATERFALLS]:
-        figures.save(figures.lens(rows), folder / f"lens_{prompt}")
+        if show == "top" or not rows.duplicated(["position", "layer"]).any():
+            figures.save(figures.lens(rows, show=show), folder / f"lens_{prompt}")
+
+
+def _draw_effects(frame: pd.DataFrame, folder: Path) -> None:
+    """Means over prompts where each has one target, otherwise each logit, of the first few where there are many."""
+    key = ["prompt", "position", "target", "versus"]
+    if not frame[key].drop_duplicates().duplicated(["prompt", "position"]).any():
+        figures.save(figures.effects(frame), folder / "effects")
+        return
+    for number, (_, rows) in enumerate(list(frame.groupby(key, sort=False))[:WATERFALLS]):
+        figures.save(figures.effects(rows), folder / f"effects_{number}")
 
 
 FIGURES = {  # a card and a similarity have none of their own
     "attribute": _draw_attribution,
     "ablate": _draw_ablation,
     "lens": _draw_lens,
-    "effects": lambda frame, folder: figures.save(figures.effects(frame), folder / "effects"),
+    "effects": _draw_effects,
     "norms": lambda frame, folder: figures.save(figures.growth(frame), folder / "growth"),
 }
 

@@ -62,15 +62,17 @@ def ablation_text(df: pd.DataFrame) -> str:
 
 
 def lens_text(df: pd.DataFrame) -> str:
-    """For each prompt and position, one line a layer: the likeliest tokens with their probabilities."""
+    """For each prompt and position, one line a layer: the likeliest tokens with their probabilities, then those asked about with rank."""
     return "\n\n".join(_one_lens(group) for _, group in df.groupby(["prompt", "position"], sort=False))
 
 
 def _one_lens(group: pd.DataFrame) -> str:
     lines = []
-    for (layer, site), rows in group[group.k >= 0].groupby(["layer", "site"], sort=False, observed=True):
-        tokens = "  ".join(f"{str(row.target_token)!r} {row.probability:.3f}" for row in rows.sort_values("k").itertuples())
-        lines.append(f"  {layer:>3} {site:<10} {tokens}")
+    for (layer, site), rows in group.groupby(["layer", "site"], sort=False, observed=True):
+        top, asked = rows[rows.k >= 0].sort_values("k"), rows[rows.k < 0]
+        tokens = [f"{str(row.target_token)!r} {row.probability:.3f}" for row in top.itertuples()]
+        tokens += [f"| {str(row.target_token)!r} {row.probability:.3f} rank {row.rank}" for row in asked.itertuples()]
+        lines.append(f"  {layer:>3} {site:<10} {'  '.join(tokens)}")
     return "\n".join([_place(group.iloc[0]), *lines])
 
 

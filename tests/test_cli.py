@@ -104,6 +104,22 @@ def test_lens_and_effects_have_their_figures(loaded, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("command", "written"),
+    [
+        (["lens", "--top-k", "0", "--target", " Paris"], ["lens.parquet", "lens_0.pdf", "lens_0.png", "streamlens.json"]),
+        (["lens", "--top-k", "0", "--target", "top2"], ["lens.parquet", "streamlens.json"]),
+        (
+            ["effects", "--layers", "29", "--target", "top2"],
+            ["effects.parquet", "effects_0.pdf", "effects_0.png", "effects_1.pdf", "effects_1.png", "streamlens.json"],
+        ),
+    ],
+)
+def test_targets_without_a_figure_of_all_keep_their_table(loaded, tmp_path, command, written):
+    assert cli.main([*command, *EIFFEL[:2], "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == written
+
+
+@pytest.mark.parametrize(
     ("command", "figure"),
     [
         (["attribute", "--by", "neuron", "--top-k", "1"], "neurons_0"),

@@ -89,10 +89,11 @@ def test_heads_and_spans_keep_their_columns():
 def test_lens_is_one_line_a_layer():
     rows = [(0, "resid_pre", 1, " b", 0.25), (0, "resid_pre", 0, " a", 0.5), (1, "final", 0, " c", 0.75), (1, "final", -1, " d", 0.1)]
     df = pd.DataFrame(rows, columns=["layer", "site", "k", "target_token", "probability"])
-    df = df.assign(prompt=0, prompt_text="text", position=3, token="x")
+    df = df.assign(rank=[1, 0, 0, 7], prompt=0, prompt_text="text", position=3, token="x")
     lines = text.lens_text(df).splitlines()
     assert lines[0] == "prompt 0: 'text', position 3 ('x')"
-    assert [" ".join(line.split()) for line in lines[1:]] == ["0 resid_pre ' a' 0.500 ' b' 0.250", "1 final ' c' 0.750"]
+    assert [" ".join(line.split()) for line in lines[1:]] == ["0 resid_pre ' a' 0.500 ' b' 0.250", "1 final ' c' 0.750 | ' d' 0.100 rank 7"]
+    assert " ".join(text.lens_text(df[df.k < 0]).splitlines()[1].split()) == "1 final | ' d' 0.100 rank 7"
 
 
 def test_finer_rows_are_named():
