@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import nn
 
@@ -46,12 +47,14 @@ def mixture_of(module: nn.Module, path: str) -> Mixture | None:
         inside = {name: f"{path}.{value}" for name in ("experts", "router", "bias") if (value := getattr(odd, name)) is not None}
         return replace(odd, **inside, shared=tuple(f"{path}.{name}" for name in odd.shared))
     parts = dict(sublayer.named_modules(prefix=path))
-    experts = [name for name, part in parts.items() if _takes_slots(part)]
+    experts = [name for name, part in parts.items() if takes_slots(type(part))]
     if len(experts) != 1:
         return None
     return Mixture("slots", experts[0], tuple(name for name in parts if _SHARED.search(name) and not name.startswith(experts[0])))
 
 
-def _takes_slots(part: nn.Module) -> bool:
-    given = inspect.signature(type(part).forward).parameters
+@cache
+def takes_slots(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class take each token's experts and their weights."""
+    given = inspect.signature(kind.forward).parameters
     return any(name in given for name in INDEX) and any(name in given for name in WEIGHTS)

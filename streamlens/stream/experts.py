@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
-
-INDEX, WEIGHTS = "top_k_index", "top_k_weights"
+from streamlens.models.mixtures import INDEX, WEIGHTS, takes_slots
 
 
 def experts_of(module: nn.Module, anatomy: Anatomy) -> dict[str, tuple[str, int]]:
@@ -19,15 +16,9 @@ def experts_of(module: nn.Module, anatomy: Anatomy) -> dict[str, tuple[str, int]
     found = {}
     for _, write in anatomy.writes():
         for name, part in module.get_submodule(write.leaf).named_modules(prefix=write.leaf):
-            if _takes_routing(type(part)):
+            if takes_slots(type(part)):
                 found[write.leaf] = name, _number(part)
     return found
-
-
-@cache
-def _takes_routing(kind: type[nn.Module]) -> bool:
-    """Whether modules of this class take each token's experts and their weights."""
-    return {INDEX, WEIGHTS} <= inspect.signature(kind.forward).parameters.keys()
 
 
 def without_experts(named: dict[str, Any], gone: list[tuple[int, Tensor | None, int]], n: int) -> dict[str, Any]:
@@ -35,12 +26,14 @@ def without_experts(named: dict[str, Any], gone: list[tuple[int, Tensor | None, 
 
     `gone` holds (copy, the positions `[batch, pos]` where, None for all, expert).
     """
-    index, weights = named[INDEX], named[WEIGHTS].clone(memory_format=torch.contiguous_format)
+    index = next(named[name] for name in INDEX if name in named)
+    name = next(name for name in WEIGHTS if name in named)
+    weights = named[name].clone(memory_format=torch.contiguous_format)
     chosen, rows = index.reshape(n, -1, index.shape[-1]), weights.view(n, -1, index.shape[-1])
     for copy, at, expert in gone:
         off = chosen[copy] == expert
         rows[copy].masked_fill_(off if at is None else off & at.to(off.device).reshape(-1, 1), 0)
-    return named | {WEIGHTS: weights}
+    return named | {name: weights}
 
 
 def _number(experts: nn.Module) -> int:
