@@ -74,7 +74,7 @@ def _stretched(sweep: Sweep) -> Iterator[range]:
 def _source(sweep: Sweep, tick: Tick, shards: Shards | None) -> Deferred:
     """The replacement, made when it is first needed; means over the reference are kept with the rest."""
     given = sweep.arguments
-    keys = tuple(dict.fromkeys(key for c in sweep.plan.changes for key in c.keys))
+    keys = sweep.plan.keys
     options = {name: given[name] for name in ("n_samples", "seed", "min_count", "max_tokens")}
 
     @cache

@@ -26,6 +26,7 @@ from streamlens.stream.hooked import hooked
 from streamlens.stream.kept import Keep
 from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
+from streamlens.stream.values import Key
 
 KEPT_ELEMENTS = 2**25
 """Elements of the unembedding's input that are kept at once, over the variants: 128 MiB in float32."""
@@ -60,6 +61,11 @@ class Plan:
     n_layers: int = 1
     keep: Keep | None = None
 
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Where the changes put values, each once."""
+        return tuple(dict.fromkeys(key for change in self.changes for key in change.keys))
+
     def cost(self, change: Variant) -> float:
         """Forward passes that one variant takes."""
         whole = all(site.part is None and site.expert < 0 for site in change.sites) and len(change.sites) == change.span
@@ -78,7 +84,7 @@ def sweep_batch(
 ) -> Removal:
     """Metrics at `places` (prompt, position) and `readouts`, whose prompts are all in `batch`, under each change of the plan."""
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    changes, keys = plan.changes, tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))
+    changes = plan.changes
     with Replay(module, anatomy, keep=plan.keep) as replay:
         clean = replay.record(batch.ids, batch.mask, attention=any(site.part for c in changes for site in c.sites))
         tick(1.0)
@@ -87,19 +93,20 @@ def sweep_batch(
         table = Table.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(clean)
         bad, corrupted = overflowed([clean_rows]), None
-        for draw in plan.replacement.draws(batch, keys):
+        for draw in plan.replacement.draws(batch, plan.keys):
             if draw.hidden is not None:
                 tick(1.0)
-                corrupted = _corrupted(unembed, rows, clean_rows, draw, plan)
+                corrupted = of_corrupted(unembed, rows, clean_rows, draw.hidden, plan)
             for numbers, hidden in _replayed(replay, batch, plan, draw, rows, tick):
                 bad += overflowed(hidden)
                 measure(unembed, rows, clean_rows, hidden, table.of(numbers.start, numbers.stop), plan.wanted)
     return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, made_at(batch, plan.at))
 
 
-def _corrupted(unembed: Unembed, rows: Rows, clean: Tensor, draw: Draw, plan: Plan) -> Table:
+def of_corrupted(unembed: Unembed, rows: Rows, clean: Tensor, corrupted: Tensor, plan: Plan) -> Table:
+    """The metrics of the paired prompts' own run, whose unembedding inputs are `corrupted` `[batch, pos, d_model]`."""
     table = Table.empty(1, len(rows.place), len(rows.target), plan.wanted)
-    measure(unembed, rows, clean, [rows.of(draw.hidden)], table, plan.wanted)
+    measure(unembed, rows, clean, [rows.of(corrupted)], table, plan.wanted)
     return table
 
 
@@ -177,7 +184,7 @@ def sweep_by_hooks(
     with torch.no_grad(), hooked(module, anatomy) as run:
         clean = rows.of(run.hidden(batch.ids, batch.mask))
     hidden: list[Tensor] = [clean] * len(plan.changes)
-    for draw in plan.replacement.draws(batch, tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))):
+    for draw in plan.replacement.draws(batch, plan.keys):
         for number, variant in enumerate(plan.changes):
             if variant.sample == draw.sample:
                 with torch.no_grad(), hooked(module, anatomy, made(variant, batch, plan, draw)) as run:

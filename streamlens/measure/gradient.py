@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from streamlens.measure import metrics as m
-from streamlens.measure.ablation import Plan, Removal, Tick, made_at, overflowed, positions_mask
+from streamlens.measure.ablation import Plan, Removal, Tick, made_at, of_corrupted, overflowed, positions_mask
 from streamlens.measure.metrics import Logits
 from streamlens.measure.places import with_top
 from streamlens.measure.readings import Rows, Table, measure
@@ -23,7 +23,7 @@ from streamlens.measure.units import EVERYWHERE, Site, Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Planted
+from streamlens.stream.run import Planted, tensor_name
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key
 
@@ -42,15 +42,15 @@ def estimate_batch(
 ) -> Removal:
     """As :func:`streamlens.measure.ablation.sweep_batch`, `ablated` being clean + estimate."""
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    keys = tuple(dict.fromkeys(key for c in plan.changes for key in c.keys))
-    (draw,) = plan.replacement.draws(batch, keys)
-    with torch.inference_mode(False), torch.enable_grad(), _Slopes(module, anatomy, keys) as slopes:
+    (draw,) = plan.replacement.draws(batch, plan.keys)
+    with torch.inference_mode(False), torch.enable_grad(), _Slopes(module, anatomy, plan.keys) as slopes:
         hidden = slopes.forward(batch)
         tick(1.0)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         rows = Rows(batch, places, readouts)
         table = Table.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
-        measure(unembed, rows, rows.of(hidden.detach()), [], table, plan.wanted)
+        clean_rows = rows.of(hidden.detach())
+        measure(unembed, rows, clean_rows, [], table, plan.wanted)
         steps = {key: draw.values.get(key, 0.0) - value for key, value in slopes.values.items()}
         passes = list(_passes(places[0], readouts.prompt, plan))
         for number, (name, at_place, chosen) in enumerate(passes):
@@ -62,12 +62,8 @@ def estimate_batch(
             estimates = _estimates(slope, steps, batch, plan)
             changed[:, chosen] = clean[chosen] + estimates[:, owner]
             tick(1.0)
-    corrupted = None
-    if draw.hidden is not None:
-        corrupted = Table.empty(1, len(rows.place), len(rows.target), plan.wanted)
-        measure(unembed, rows, rows.of(hidden.detach()), [rows.of(draw.hidden)], corrupted, plan.wanted)
-    bad = overflowed([rows.of(hidden.detach())])
-    return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, made_at(batch, plan.at))
+    corrupted = None if draw.hidden is None else of_corrupted(unembed, rows, clean_rows, draw.hidden, plan)
+    return Removal(*places, table.at_position, readouts, table.at_target, overflowed([clean_rows]), corrupted, made_at(batch, plan.at))
 
 
 class _Slopes(Planted):
@@ -110,7 +106,7 @@ class _Slopes(Planted):
         self._entered = stream_of((), named).detach().clone()
 
     def _input(self, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
-        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        name = tensor_name(named)
         changed = self._point((layer, path, True), named[name])
         return None if changed is None else named | {name: changed}
 
