@@ -177,6 +177,12 @@ def test_layers_out_of_range_are_refused(layers):
         stats.growth_rate(norms(), layers=layers)
 
 
+def test_a_single_layer_does_not_grow():
+    df = norms()
+    with pytest.raises(InputError, match="df must have norms at two layers or more; got layer 3 alone"):
+        stats.growth_rate(df[df["layer"] == 3])
+
+
 def test_a_gap_in_the_range_is_refused():
     df = norms()
     with pytest.raises(InputError, match=r"layers must be a range whose every layer is in df; got \(0, 6\), and df lacks \[3\]"):

@@ -78,7 +78,17 @@ def _one(model: Model, found: dict[Component, pushing.Source], one: list) -> pus
         raise InputError(f"component must be {_LEGAL}; got {tuple(one)!r}")
     fits = [source for c, source in found.items() if c.kind == kind and all(getattr(c, name) == n for name, n in named.items())]
     if not fits:
-        raise InputError(f"component: {model.name} has no {tuple(one)!r}")
+        raise InputError(f"component: {model.name} has no {tuple(one)!r}; {_there(found, kind)}")
     if len(fits) > 1:
         raise InputError(f"component {tuple(one)!r} is one of {len(fits)} of its kind: name its sublayer last, 0 to {len(fits) - 1}")
     return fits[0]
+
+
+def _there(found: dict[Component, pushing.Source], kind: str) -> str:
+    """What could have been named instead: the numbers of this kind, or the kinds."""
+    same = [c for c in found if c.kind == kind]
+    if not same:
+        return f"it has {', '.join(dict.fromkeys(c.kind for c in found))}"
+    ranges = [(name, {getattr(c, name) for c in same}) for name in ("layer", "head", "sublayer")]
+    texts = [f"{name} {min(n)} to {max(n)}" for name, n in ranges if min(n) >= 0 and (name != "sublayer" or max(n) > 0)]
+    return f"{kind} has {', '.join(texts) or 'no layer'}"

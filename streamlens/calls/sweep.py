@@ -132,7 +132,8 @@ def _heads(model: Model, heads: object, unit: str) -> Collection[int | tuple[int
     legal |= {h for _, h in legal}
     for head in chosen:
         if head not in legal or isinstance(head, bool):
-            raise InputError(f"heads must be heads of {model.name} or (layer, head) pairs; got {head!r}")
+            there = f", 0 to {max(w.n_heads for _, w in model.anatomy.writes()) - 1}," if legal else ", which has none,"
+            raise InputError(f"heads must be heads of {model.name}{there} or a list of (layer, head) pairs; got {head!r}")
     if not chosen:
         raise InputError("heads must name at least one head; got none")
     return chosen

@@ -78,6 +78,8 @@ def _curves(rows: pd.DataFrame) -> pd.DataFrame:
 def _range(layers: Sequence[int] | None, there: pd.Index) -> tuple[int, int]:
     """The range to fit, checked. Every layer in it must be there, else the fit would span a gap unseen."""
     lowest, highest = int(there.min()), int(there.max())
+    if lowest == highest:
+        raise InputError(f"df must have norms at two layers or more; got layer {lowest} alone")
     legal = f"layers must be (first, last), inclusive, with {lowest} <= first < last <= {highest}"
     if layers is None:
         layers = (lowest, highest)

@@ -100,7 +100,7 @@ def test_bad_input_is_named(ablation):
         figures.removal(df, metric="logit_diff")
     with pytest.raises(InputError, match=r"by must name a column of df \(prompt, .*\); got 'template'"):
         figures.removal(df, by="template")
-    with pytest.raises(InputError, match="df must hold the units block, attn, mlp or mixer, one curve each; got head"):
+    with pytest.raises(InputError, match=r"one curve each; got head; of heads figures\.ablated_heads draws"):
         figures.removal(df.assign(unit="head"))
     with pytest.raises(InputError, match="df must be an ablation table with columns delta"):
         figures.removal(df.drop(columns="delta"))

@@ -222,7 +222,7 @@ BAD = {
     "span must be a number of blocks from 1 to 3, a list of them, or 'all'; got 4": {"span": 4},
     "span counts blocks: unit must be 'block' for spans; got 'attn'": {"span": 2, "unit": "attn"},
     "heads goes with unit='head'; got unit='block'": {"heads": 1},
-    r"heads must be heads of .* or \(layer, head\) pairs; got 4": {"heads": 4, "unit": "head"},
+    r"heads must be heads of .*, 0 to 3, or a list of \(layer, head\) pairs; got 4": {"heads": 4, "unit": "head"},
     "method must be 'remove' or 'zero' for experts": {"unit": "expert", "method": "mean", "reference": REFERENCE},
     "unit='expert': none of the chosen layers": {"unit": "expert"},
     "at must leave a position of every prompt": {"at": slice(5, None)},
