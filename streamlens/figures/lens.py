@@ -22,8 +22,9 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
     """What the model would say if it ended at a layer: a layer × position map of the likeliest token, coloured by its probability.
 
     `df` is a lens table of one prompt and one norm, with one site a layer (resid_pre and final, as by default). `show="target"` colours
-    the probability of the named target instead, and writes its rank; the title names it where it is one. Raises InputError for several
-    prompts, models, norms, sites of one layer or targets of one position, and for a table without the rows that are shown.
+    the probability of the named target instead, and writes its rank (0 is the likeliest; in thousands, 12k, where cells are narrow); the
+    title names it where it is one. Raises InputError for several prompts, models, norms, sites of one layer or targets of one position,
+    and for a table without the rows that are shown.
     """
     frames.columns(df, _NEEDED, "a lens")
     choice("show", show, _SHOWN)
@@ -65,10 +66,16 @@ def _write(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarr
     wide = ax.get_position().width * 0.82 * ax.figure.get_figwidth() * 72 / len(positions)
     n = max(1, int(wide / (_LETTER * font)))
     x, y = np.searchsorted(positions, rows["position"]), np.searchsorted(layers, rows["layer"])
-    texts = rows["rank"].astype(str) if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
+    texts = [_rank(r, n) for r in rows["rank"]] if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
     for i, j, text, probability in zip(x, y, texts, rows["probability"], strict=True):
         colour = "white" if probability >= _DARK else "black"
         ax.text(i, j, text, fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False)
+
+
+def _rank(rank: int, longest: int) -> str:
+    """A rank, in thousands (12k) where it is too long, and … where that is too long as well."""
+    texts = (str(rank), f"{rank / 1000:.0f}k" if rank >= 1000 else "…")
+    return next((text for text in texts if len(text) <= longest), "…")
 
 
 def _title(rows: pd.DataFrame, show: str) -> str:

@@ -67,6 +67,10 @@ def test_the_lens_of_a_target_shows_its_rank():
     ax = figures.lens(lens_table(), show="target")
     assert {t.get_text() for t in ax.texts} == {"7"}
     assert ax.get_title() == "rank and probability of “ Paris”"
+    with figures.style("paper"):
+        df = lens_table(positions=range(7)).assign(rank=24612)
+        ax = figures.lens(pd.concat([df, df.assign(position=df["position"] + 7)]), show="target")
+    assert {t.get_text() for t in ax.texts} == {"25k"}  # five digits do not fit
 
 
 def test_the_lens_is_of_chosen_positions_and_says_when_the_norm_is_frozen():
