@@ -19,7 +19,8 @@ from streamlens.measure.units import Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import TokenBatch
 from streamlens.stream.changes import Change
-from streamlens.stream.replay import Replay, stream_of
+from streamlens.stream.replay import Replay
+from streamlens.stream.run import stream_of
 from streamlens.stream.unembed import Unembed
 
 UNITS = ("block", "attn", "mlp", "mixer", "head")

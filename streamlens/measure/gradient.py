@@ -22,8 +22,7 @@ from streamlens.measure.readings import Rows, Table, measure
 from streamlens.measure.units import EVERYWHERE, Site, Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import Readouts, TokenBatch
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Planted, tensor_name
+from streamlens.stream.run import Planted, stream_of, tensor_name
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import TokenBatch
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, stream_of
 from streamlens.stream.unembed import Unembed
 
 

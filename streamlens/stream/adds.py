@@ -14,8 +14,7 @@ from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy, Segment
 from streamlens.stream.changes import places
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, stream_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from streamlens.models.anatomy import Anatomy
 from streamlens.stream import changes
 from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import without_experts
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run, tensor_name
+from streamlens.stream.run import Run, stream_of, tensor_name
 
 
 @contextmanager

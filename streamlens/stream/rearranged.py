@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Planted, first, with_first
+from streamlens.stream.run import Planted, first, stream_of, with_first
 
 Order = Sequence[int | tuple[int, ...]]
 

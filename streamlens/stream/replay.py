@@ -20,7 +20,7 @@ from streamlens.stream import changes
 from streamlens.stream.changes import Change, places, put
 from streamlens.stream.experts import experts_of, without_experts
 from streamlens.stream.kept import Keep, Kept
-from streamlens.stream.run import Planted, first, with_first
+from streamlens.stream.run import Planted, first, stream_of, tensor_name, with_first
 
 See = Callable[[int, Write, Tensor], None]
 """Receives (layer, write, value at its leaf: z where it has heads, else its raw output), as it passes by."""
@@ -184,7 +184,7 @@ class Replay(Planted):
     def _input(self, write: Write | None, layer: int, path: str, named: dict[str, Any]) -> dict[str, Any] | None:
         if write is None:
             return None
-        name = next(n for n, v in named.items() if isinstance(v, Tensor))
+        name = tensor_name(named)
         if self._recording and self._keep_attention:
             self._clean.put((layer, path), self._kept(named[name]))
         made = [(number, c) for number, c in self._made(layer, path) if c.part is not None]
@@ -221,11 +221,6 @@ class Replay(Planted):
 
     def _kept(self, stream: Tensor) -> Tensor:
         return stream.clone() if self.anatomy.clones else stream
-
-
-def stream_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The stream among a block's arguments: its first floating-point tensor."""
-    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
 
 
 def _holds_tensors(output: Any) -> bool:

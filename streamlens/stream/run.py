@@ -244,6 +244,11 @@ def first(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+def stream_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The stream among a block's arguments: its first floating-point tensor."""
+    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+
+
 def tensor_name(named: dict[str, Any]) -> str:
     """Which of a module's named arguments is its input: the first tensor."""
     return next(name for name, value in named.items() if isinstance(value, Tensor))

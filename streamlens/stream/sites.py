@@ -14,8 +14,7 @@ from torch import Tensor
 
 from streamlens.models.anatomy import Add, Anatomy, Write
 from streamlens.stream.changes import places
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, stream_of
 
 See = Callable[[str, int, int, Float[Tensor, "batch pos d_model"]], None]
 """Receives (site, layer, sublayer, value); the value is the model's own tensor, to be read and not kept unless copied."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Planted, with_first
+from streamlens.stream.run import Planted, stream_of, with_first
 
 
 class Tail(Planted):

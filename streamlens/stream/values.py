@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy
-from streamlens.stream.replay import stream_of
-from streamlens.stream.run import Run, tensor_name
+from streamlens.stream.run import Run, stream_of, tensor_name
 
 Key = tuple[int, str, bool]
 """(layer, module path, whether at its input). A block's own path stands for what the block adds to its input."""
