@@ -206,7 +206,6 @@ class _Watch:
         self.seen[site, layer] += 1
         heads = range(next(iter(found.values())).shape[-1]) if site in (HEAD, PATTERN) else (NONE,)
         self.columns += [Column(site, layer, sublayer, head, name) for head in heads for name in found]
-        both = torch.stack([value.mT if value.dim() == 2 else value for value in found.values()], dim=-2).flatten(
-            0, -2
-        )  # by head, then by measure
-        self.values.append(both[:, self.places.index(self.flat.to(both.device))].cpu())
+        by_measure = torch.stack([value.mT if value.dim() == 2 else value for value in found.values()], dim=-2)
+        rows = by_measure.flatten(0, -2)  # by head, then by measure, as the columns
+        self.values.append(rows[:, self.places.index(self.flat.to(rows.device))].cpu())
