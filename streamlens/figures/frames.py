@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError
@@ -20,6 +21,16 @@ def columns(df: pd.DataFrame, names: Sequence[str], table: str) -> None:
     table_columns(df, names, table)
     if df.empty:
         raise InputError(f"df must be {table} table with rows; got none")
+
+
+def parts(df: pd.DataFrame, rows: pd.Series, what: str) -> pd.DataFrame:
+    """The chosen rows of a table of contributions. Raise InputError where there are none, or one that is not finite."""
+    chosen = df[rows]
+    if chosen.empty:
+        raise InputError(f"df must have rows with {what}; got components {', '.join(map(str, df['component'].unique()))}")
+    if not np.isfinite(chosen["contribution"]).all():
+        raise InputError(f"df must hold finite contributions; got {int((~np.isfinite(chosen['contribution'])).sum())} that are not")
+    return chosen
 
 
 def refuse_repeated(df: pd.DataFrame) -> None:

@@ -25,7 +25,7 @@ def neurons(df: pd.DataFrame, ax: Axes | None = None, top: int = 15) -> Axes:
     frames.refuse_groups(df)
     frames.refuse_repeated(df)
     whole("top", top, 1)
-    rows = df[df["neuron"] >= 0]
+    rows = frames.parts(df, df["neuron"] >= 0, "a neuron")
     rows = rows.iloc[rows["contribution"].abs().argsort(kind="stable")[::-1][:top]]
     values, y = rows["contribution"].to_numpy(), np.arange(len(rows))
     ax = axes(ax, height=(len(rows) + 4.5) * 1.6 * mpl.rcParams["font.size"] / 72)
@@ -46,7 +46,7 @@ def experts(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     frames.columns(df, (*_NEEDED, "expert"), "an attribution by expert")
     frames.refuse_groups(df)
     frames.refuse_repeated(df)
-    rows = df[(df["expert"] >= 0) | (df["component"] == "shared_expert")]
+    rows = frames.parts(df, (df["expert"] >= 0) | (df["component"] == "shared_expert"), "an expert")
     rows = rows.assign(sublayer=rows.get("sublayer", 0))
     places = rows[["layer", "sublayer"]].drop_duplicates().apply(tuple, axis=1).to_list()
     ax = axes(ax, height=(len(places) + 5) * 1.6 * mpl.rcParams["font.size"] / 72)

@@ -89,7 +89,7 @@ def _parts(df: pd.DataFrame) -> pd.DataFrame:
     frames.columns(df, _SOURCE, "an attribution by source")
     frames.refuse_groups(df)
     frames.refuse_repeated(df)
-    return df[df["source"] >= 0]
+    return frames.parts(df, df["source"] >= 0, "a source")
 
 
 def _token_axis(ax: Axes, texts: pd.Series) -> None:

@@ -146,6 +146,18 @@ def test_each_takes_one_group_of_its_own_table(figure, by_source, by_neuron, by_
     assert draw(df).figure._repr_png_()
 
 
+@pytest.mark.parametrize(
+    ("figure", "what"), [("sources", "a source"), ("tokens", "a source"), ("neurons", "a neuron"), ("experts", "an expert")]
+)
+def test_each_needs_rows_that_are_split_and_finite(figure, what, by_source, by_neuron, by_expert):
+    df = {"a source": by_source, "a neuron": by_neuron, "an expert": by_expert}[what]
+    draw, whole = getattr(figures, figure), df[~df.component.isin(["head", "neuron", "expert", "shared_expert"])]
+    with pytest.raises(InputError, match=f"df must have rows with {what}; got components (mlp|neuron_rest)$"):
+        draw(whole)
+    with pytest.raises(InputError, match="df must hold finite contributions; got 1 that are not"):
+        draw(df.assign(contribution=df.contribution.where(df.index != 1)))
+
+
 @pytest.mark.parametrize("figure", ["sources", "neurons"])
 def test_top_is_a_number_of_rows(figure, by_source, by_neuron):
     with pytest.raises(InputError, match="top must be a whole number, 1 or more; got 0"):
