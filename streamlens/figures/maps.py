@@ -85,5 +85,5 @@ def depth_use(df: pd.DataFrame, ax: Axes | None = None, statistic: str = "max", 
 
 
 def _range(values: pd.Series) -> str:
-    low, high = values.min(), values.max()
-    return f"{low:.3g} to {high:.3g}"
+    """The least and the largest value, to three digits, without an exponent up to a million."""
+    return " to ".join(f"{float(format(value, '.3g')):g}" for value in (values.min(), values.max()))

@@ -68,6 +68,8 @@ def test_a_map_of_norms_is_not_swallowed_by_position_0(norms):
     bar = ax.figure.axes[1]
     assert bar.get_ylabel().startswith("norm (position 0: ")
     assert ax.get_title() == "geometric mean of 3 prompts"
+    large = figures.norm_map(df.assign(value=100 * df.value / df.value.min()))
+    assert "position 0: 8280 to 11100" in large.figure.axes[1].get_ylabel()
 
 
 def test_a_map_of_one_short_prompt_shows_its_tokens(norms):
