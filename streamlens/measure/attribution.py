@@ -14,8 +14,8 @@ from jaxtyping import Float64
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
-from streamlens.measure.components import Component, components, places
-from streamlens.measure.places import flat_index, rounds_of, with_top
+from streamlens.measure.components import Component, components, components_by_key
+from streamlens.measure.places import flat_index, ids_on, rounds_of, with_top
 from streamlens.measure.splits import Split
 from streamlens.measure.table import Shares, Sources, Table
 from streamlens.models import limits
@@ -44,7 +44,7 @@ def attribute_batch(
         hidden = readout.forward(batch.ids, batch.mask)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
-        table = Table(places(anatomy, split and partial(split.components, tap)), readouts, unembed.wide)
+        table = Table(components_by_key(anatomy, split and partial(split.components, tap)), readouts, unembed.wide)
         rounds = rounds_of(readouts)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):
@@ -87,7 +87,7 @@ def _pull(
 ) -> None:
     """One backward pass: the contributions to at most one logit a (prompt, position)."""
     device, chosen = hidden.device, table.readouts.take(rows)
-    flat, target, versus = flat.to(device), torch.from_numpy(chosen.target).to(device), torch.from_numpy(chosen.versus).to(device)
+    flat, (target, versus) = flat.to(device), ids_on(device, chosen)
     stream = hidden.detach().reshape(-1, hidden.shape[-1])[flat].to(unembed.wide)
     reader = unembed.at(stream, target)
     read = reader.direction(target, versus).to(device)

@@ -25,7 +25,7 @@ Rows = Callable[[int, Write], tuple[Component, ...] | None]
 
 def components(anatomy: Anatomy) -> tuple[Component, ...]:
     """The components that a model has, in the order of the table: embeddings, layers, norms on the stream, unembedding."""
-    return tuple(c for place in places(anatomy).values() for c in place)
+    return tuple(c for place in components_by_key(anatomy).values() for c in place)
 
 
 def whole(layer: int, write: Write) -> tuple[Component, ...]:
@@ -34,7 +34,7 @@ def whole(layer: int, write: Write) -> tuple[Component, ...]:
     return heads or (Component(write.kind, layer, write.sublayer),)
 
 
-def places(anatomy: Anatomy, rows: Rows | None = None) -> dict[Key, tuple[Component, ...]]:
+def components_by_key(anatomy: Anatomy, rows: Rows | None = None) -> dict[Key, tuple[Component, ...]]:
     """Where rows come from, and which: the place's key in the readout and its components."""
     found: dict[Key, tuple[Component, ...]] = {(-1, "embed", anatomy.embed): (Component("embed"),)}
     for ordinal, path in enumerate(anatomy.pos_embeds):

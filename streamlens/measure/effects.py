@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from streamlens.measure.components import Component
-from streamlens.measure.places import at, flat_index, rounds_of, with_top
+from streamlens.measure.places import at, flat_index, ids_on, rounds_of, with_top
 from streamlens.measure.replacements import Replacement
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.prompts import Readouts, TokenBatch
@@ -23,6 +23,7 @@ from streamlens.stream.changes import Change
 from streamlens.stream.hooked import hooked
 from streamlens.stream.leaves import LeafReplay
 from streamlens.stream.push import Push
+from streamlens.stream.run import Place
 from streamlens.stream.tail import Tail
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key as ValueKey
@@ -37,10 +38,10 @@ class Subject:
 
     component: Component
     write: Write
-    part: tuple[int, int] | None = None  # of z; None for the whole leaf
+    part: slice | None = None  # of z; None for the whole leaf
 
     @property
-    def place(self) -> tuple[int, str]:
+    def place(self) -> Place:
         return self.component.layer, self.write.leaf
 
     @property
@@ -49,7 +50,7 @@ class Subject:
 
     @property
     def coordinates(self) -> slice:
-        return slice(None) if self.part is None else slice(*self.part)
+        return slice(None) if self.part is None else self.part
 
     def change(self, value: Tensor | None) -> Change:
         value = None if value is None else value[..., self.coordinates]
@@ -75,7 +76,7 @@ def subjects(anatomy: Anatomy, layers: Sequence[int]) -> tuple[Subject, ...]:
     for layer in layers:
         for w in anatomy.layers[layer].writes:
             heads = (Component("head", layer, w.sublayer, h) for h in range(w.n_heads))
-            found += [Subject(c, w, (c.head * w.d_head, (c.head + 1) * w.d_head)) for c in heads]
+            found += [Subject(c, w, w.coordinates(c.head)) for c in heads]
             found.append(Subject(Component(w.kind, layer, w.sublayer), w))
     return tuple(found)
 
@@ -114,7 +115,7 @@ def hooked_error(
         with hooked(module, anatomy, made) as run:
             rows.append(at(run.hidden(batch.ids, batch.mask), flat))
     clean, ablated = (_logit(unembed, hidden, found.readouts) for hidden in rows)
-    target, versus = (torch.from_numpy(ids).to(clean.device) for ids in (found.readouts.target, found.readouts.versus))
+    target, versus = ids_on(clean.device, found.readouts)
     size = rows[0].to(unembed.wide).norm(dim=-1) * unembed.direction(target, versus).norm(dim=-1)
     gap = (clean - ablated).double().cpu() - torch.from_numpy(found.total[:, number])
     return float((gap.abs() / size.double().cpu()).max())
@@ -130,8 +131,8 @@ class _Clean:
     hidden: Float[Tensor, "row width"]
     final: Float[Tensor, "row d_model"]
     logit: Float[Tensor, " row"]
-    value: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # [row, width of the leaf]
-    direction: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    value: dict[Place, Tensor] = field(default_factory=dict)  # [row, width of the leaf]
+    direction: dict[Place, Tensor] = field(default_factory=dict)
 
     def direct(self, subject: Subject, lost: Tensor | None) -> Float[Tensor, " row"]:
         """What the loss of a component moves through the frozen readout alone."""
@@ -166,7 +167,7 @@ def _clean(
 def _pull(push: Push, hidden: Tensor, clean: _Clean, rows: np.ndarray) -> None:
     """One backward pass: how at most one row a position reads every leaf."""
     flat, chosen = torch.from_numpy(clean.flat[rows]).to(hidden.device), clean.readouts.take(rows)
-    target, versus = (torch.from_numpy(ids).to(hidden.device) for ids in (chosen.target, chosen.versus))
+    target, versus = ids_on(hidden.device, chosen)
     start = torch.zeros_like(hidden)
     start.view(-1, hidden.shape[-1])[flat] = clean.unembed.direction(target, versus).to(hidden)
 
@@ -263,6 +264,6 @@ class _Later:
 @torch.no_grad()
 def _logit(unembed: Unembed, hidden: Float[Tensor, "row width"], readouts: Readouts) -> Float[Tensor, " row"]:
     """The printed logit, or difference of logits, of every row."""
-    target, versus = (torch.from_numpy(ids).to(hidden.device) for ids in (readouts.target, readouts.versus))
+    target, versus = ids_on(hidden.device, readouts)
     wide = hidden.to(unembed.wide)
     return (wide * unembed.direction(target, versus)).sum(-1) + unembed.bias(target, versus) + unembed.softcap(wide, target, versus)

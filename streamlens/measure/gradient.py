@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from streamlens.measure import metrics as m
 from streamlens.measure.ablation import Plan, Removal, Tick, made_at, of_corrupted, overflowed, positions_mask
 from streamlens.measure.metrics import Logits
-from streamlens.measure.places import with_top
+from streamlens.measure.places import ids_on, with_top
 from streamlens.measure.readings import Rows, Table, measure
 from streamlens.measure.units import EVERYWHERE, Site, Variant
 from streamlens.models.anatomy import Anatomy
@@ -135,7 +135,7 @@ def _metric(name: str, unembed: Unembed, rows: Rows, hidden: Tensor, chosen: np.
     if name == "loss":
         value = m.loss(logits, logits.logsumexp(-1), rows.following[torch.from_numpy(index)].to(logits.device))
     else:
-        target, versus = (torch.from_numpy(v[chosen]).to(logits.device) for v in (rows.readouts.target, rows.readouts.versus))
+        target, versus = ids_on(logits.device, rows.readouts.take(chosen))
         value = m.target_metrics(Logits(logits), torch.arange(len(chosen), device=logits.device), target, versus, (name,))[name]
     return torch.where(value.isnan(), torch.zeros_like(value), value)
 

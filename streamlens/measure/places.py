@@ -31,6 +31,11 @@ def at(hidden: Float[Tensor, "batch pos width"], flat: np.ndarray) -> Float[Tens
     return hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(flat).to(hidden.device)]
 
 
+def ids_on(device: torch.device, readouts: Readouts) -> tuple[Int64[Tensor, " row"], Int64[Tensor, " row"]]:
+    """(target, versus) of the readouts, on a device."""
+    return torch.from_numpy(readouts.target).to(device), torch.from_numpy(readouts.versus).to(device)
+
+
 def with_top(readouts: Readouts, batch: TokenBatch, hidden: Float[Tensor, "batch pos d_model"], unembed: Unembed) -> Readouts:
     """The readouts with the clean run's likeliest tokens where the target is "top" or "top5"."""
     top = readouts.target <= TOP

@@ -51,7 +51,7 @@ def sources(anatomy: Anatomy) -> dict[Component, Source]:
         bias = (((layer, "bias", w.leaf), slice(None)),) if w.bias else ()
         found.append(Source(Component(w.kind, layer, w.sublayer), ((key, slice(None)), *bias)))
         for h in range(w.n_heads):
-            found.append(Source(Component("head", layer, w.sublayer, h), ((key, slice(h * w.d_head, (h + 1) * w.d_head)),)))
+            found.append(Source(Component("head", layer, w.sublayer, h), ((key, w.coordinates(h)),)))
     return {source.component: source for source in found}
 
 

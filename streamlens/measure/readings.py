@@ -12,7 +12,7 @@ from torch import Tensor
 
 from streamlens.measure import metrics as m
 from streamlens.measure.metrics import Logits, Metric
-from streamlens.measure.places import at, flat_index
+from streamlens.measure.places import at, flat_index, ids_on
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.unembed import Unembed
 
@@ -85,8 +85,7 @@ class _Chunk:
 
         self.following = rows.following[chunk].to(device)
         self.place, self.target = inside(rows.place), inside(rows.target)
-        target, versus = (torch.from_numpy(v[self.target[0]]).to(device) for v in (rows.readouts.target, rows.readouts.versus))
-        self.targets = (self.target[1], target, versus)
+        self.targets = (self.target[1], *ids_on(device, rows.readouts.take(self.target[0])))
 
     def put(self, store: dict, where: tuple[np.ndarray, Tensor], values: dict[str, Tensor], number: int | None = None) -> None:
         """Values a row of the chunk (or, with a target, a row of the table already) into the table."""

@@ -102,7 +102,8 @@ def _span(anatomy: Anatomy, layer: int, n: int) -> Variant:
 
 
 def _head(layer: int, w: Write, head: int) -> Variant:
-    site = Site(layer, w.leaf, (head * w.d_head, (head + 1) * w.d_head))
+    z = w.coordinates(head)
+    site = Site(layer, w.leaf, (z.start, z.stop))
     return Variant(layer, w.sublayer, head=head, sites=(site,))
 
 

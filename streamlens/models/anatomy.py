@@ -17,7 +17,7 @@ class Write:
     """One sublayer's addition to the stream.
 
     `reader` is the module at whose input the stream is read, `output` the module whose output is the raw write, `leaf`
-    the module at whose input (`heads` > 0: the concatenated heads z) or output the frozen readout takes the write.
+    the module at whose input (`n_heads` > 0: the concatenated heads z) or output the frozen readout takes the write.
     """
 
     kind: str
@@ -29,6 +29,10 @@ class Write:
     d_head: int = 0
     bias: bool = False  # the output projection `leaf` has a bias (heads only)
     down: str | None = None  # the last linear map of the sublayer, where there is one
+
+    def coordinates(self, head: int) -> slice:
+        """One head's coordinates of z."""
+        return slice(head * self.d_head, (head + 1) * self.d_head)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class _Checker:
         bias, constant = bias_of(projection), projection(torch.zeros_like(z[:1])).double()
         parts = torch.zeros(write.n_heads, *z.shape, dtype=z.dtype, device=z.device)
         for head in range(write.n_heads):
-            at = slice(head * write.d_head, (head + 1) * write.d_head)
+            at = write.coordinates(head)
             parts[head, :, at] = z[:, at]
         total = (projection(parts).double() - constant).sum(0) + constant
         error = float((total - out.double()).abs().max() / out.double().abs().max())

@@ -40,7 +40,7 @@ def write(layer: int, add: Add, values: Sequence[Tensor | None] | None = None, a
 
 def head(layer: int, attention: Write, index: int, value: Tensor | None = None, at: Tensor | None = None) -> Change:
     """One head's z, at the input of the output projection: projection, branch norm and the rest of the block see the change."""
-    return Change(layer, attention.leaf, slice(index * attention.d_head, (index + 1) * attention.d_head), value, at)
+    return Change(layer, attention.leaf, attention.coordinates(index), value, at)
 
 
 def places(add: Add) -> tuple[str, ...]:

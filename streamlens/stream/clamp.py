@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.norms import NormForm
-from streamlens.stream.run import Planted, tensor_name
-
-Place = tuple[int, str]
-"""(layer, module path) of a leaf; embeddings have layer -1."""
+from streamlens.stream.run import Place, Planted, tensor_name
 
 
 class Clamp(Planted):

@@ -20,12 +20,8 @@ from streamlens.models.anatomy import Anatomy
 from streamlens.models.mixtures import INDEX, WEIGHTS, Mixture
 from streamlens.stream.inner_norms import freeze_inside
 from streamlens.stream.readout import Key
-from streamlens.stream.run import Run, parameter_names
+from streamlens.stream.run import Place, Run, parameter_names
 from streamlens.stream.tap import Places, Tap
-
-Place = tuple[int, str]
-"""(layer, module path) of a write's leaf."""
-
 
 _COMPARED = 4  # tokens for which the experts run twice
 

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.structure import bias_of
-from streamlens.stream.run import Run, tensor_name
+from streamlens.stream.run import Place, Run, tensor_name
 from streamlens.stream.tap import Places, Tap
-
-Place = tuple[int, str]
-"""(layer, module path) of a write's leaf."""
 
 
 class NeuronTap(Tap):

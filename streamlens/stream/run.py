@@ -22,6 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from streamlens.errors import InputError
 from streamlens.models.anatomy import Anatomy
 
+Place = tuple[int, str]
+"""(layer, module path): a module in one application of its block; embeddings have layer -1."""
+
 InputHook = Callable[[int, dict[str, Any]], dict[str, Any] | None]
 OutputHook = Callable[[int, Tensor, Tensor | None], Tensor | None]
 
