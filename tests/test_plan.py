@@ -66,3 +66,16 @@ def test_bad_input_gets_the_line_of_the_call():
         sl.plan(sl.ablate, model, PROMPTS, layer=1)
     with pytest.raises(InputError, match="span must be a number of blocks"):
         sl.plan(sl.ablate, model, PROMPTS, span=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"order": "worst"}, "order must be one of"),
+        ({"order": {"mine": [1]}, "steps": 2}, "order 'mine' must name steps=2"),
+        ({"cost": "l2"}, "cost"),
+    ],
+)
+def test_a_pruning_is_checked_before_it_is_planned(wrong, message):
+    with pytest.raises(InputError, match=message):
+        sl.plan(sl.prune, tiny.proven("llama"), [[5, 9, 3]], **wrong)

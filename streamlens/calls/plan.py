@@ -10,7 +10,7 @@ import pandas as pd
 
 from streamlens.arguments import opened, parsed_for
 from streamlens.calls.ablate import ablate
-from streamlens.calls.prune import prune
+from streamlens.calls.prune import orders_to_prune, prune
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.rearrange import orders_of, rearrange
 from streamlens.calls.sweep import prepare
@@ -72,19 +72,16 @@ def _rearrangement(model: Model, prompts: object, given: Mapping[str, object]) -
 
 def _pruning(model: Model, prompts: object, given: Mapping[str, object]) -> tuple[int, int, float, Reading, object]:
     """The passes of the orders that are measured are not known beforehand; at most all blocks but the removed ones run."""
-    read, n = _reading(model, prompts, given), model.n_layers
-    order = given["order"]
-    names = list(order) if isinstance(order, (list, tuple, Mapping)) else [order]
+    orders, read, n = orders_to_prune(model, given), _reading(model, prompts, given), model.n_layers
     variants, passes = 0, 1.0
-    for name in names:
-        longest = len(order[name]) if isinstance(order, Mapping) else n - 1
-        steps = given["steps"] or min(longest, n - 1)
-        times = given["n_samples"] if name == "random" and not isinstance(order, Mapping) else 1
+    for name, (layers, steps) in orders.items():
+        found = name if layers is None else ""  # how it is still to be found
+        times = given["n_samples"] if found == "random" else 1
         variants += steps * times
         passes += times * sum((n - s) / n for s in range(1, steps + 1))
-        if name == "greedy" and not isinstance(order, Mapping):
+        if found == "greedy":
             passes += sum(1 + (n - s) * (n - s - 1) / n for s in range(steps))
-        elif name in ("shortgpt", "angular") and not isinstance(order, Mapping):
+        elif found in ("shortgpt", "angular"):
             passes += 1
     return variants, variants * int(_read(read).sum()), passes, read, None
 

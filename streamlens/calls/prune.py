@@ -55,19 +55,10 @@ def prune(
     opened(model)
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     choice("check", check, CHECKS)
-    choice("cost", cost, COSTS)
-    whole("n_samples", n_samples, 1)
-    whole("seed", seed, 0)
-    last = model.n_layers - 1
-    if steps is not None and not (is_index(steps) and 1 <= steps <= last):
-        raise InputError(f"steps must be a number of blocks from 1 to {last}; got {steps!r}")
-    named = _named(model, order)
+    orders = orders_to_prune(model, arguments)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     found: list[tuple[str, Step]] = []
-    for name, layers in watched(list(named.items()), progress, "prune", unit="order"):
-        n = (last if layers is None else min(len(layers), last)) if steps is None else steps
-        if layers is not None and len(layers) < n:
-            raise InputError(f"order {name!r} must name steps={n} blocks or more; got {len(layers)}")
+    for name, (layers, n) in watched(list(orders.items()), progress, "prune", unit="order"):
         found += [(name, step) for step in _steps(model, read, name, layers, n, cost, n_samples, seed, max_tokens)]
     parts = _sweep(model, read, [step for _, step in found], read.wanted, max_tokens)
     demand_finite(model, "the stream of a pruned model", sum(p.overflowed for p in parts), check)
@@ -75,9 +66,26 @@ def prune(
     columns = {"unit": ["block"] * len(found), "method": [name for name, _ in found]}
     columns |= {name: [getattr(step, name) for _, step in found] for name in ("layer", "span")}
     columns["n_removed"] = [len(step.removed) for _, step in found]
-    if "random" in named and named["random"] is None:
+    if orders.get("random", ([], 0))[0] is None:
         columns |= {"sample": [step.sample for _, step in found], "seed": [seed if step.sample >= 0 else -1 for _, step in found]}
     return frames.stamp(frames.ablation(parts, frames.Labels(model.tokenizer, read.prompts), columns), model, arguments)
+
+
+def orders_to_prune(model: Model, given: Mapping[str, object]) -> dict[str, tuple[list[int] | None, int]]:
+    """Of each order by name its layers, None where they are still to be found, and how many blocks go; checked with all that it needs."""
+    choice("cost", given["cost"], COSTS)
+    whole("n_samples", given["n_samples"], 1)
+    whole("seed", given["seed"], 0)
+    steps, last = given["steps"], model.n_layers - 1
+    if steps is not None and not (is_index(steps) and 1 <= steps <= last):
+        raise InputError(f"steps must be a number of blocks from 1 to {last}; got {steps!r}")
+    out = {}
+    for name, layers in _named(model, given["order"]).items():
+        n = (last if layers is None else min(len(layers), last)) if steps is None else steps
+        if layers is not None and len(layers) < n:
+            raise InputError(f"order {name!r} must name steps={n} blocks or more; got {len(layers)}")
+        out[name] = layers, n
+    return out
 
 
 def _named(model: Model, order: object) -> dict[str, list[int] | None]:
