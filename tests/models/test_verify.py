@@ -203,7 +203,7 @@ def test_logits_that_are_not_finite_are_refused():
 
 def test_gemma3n_is_refused_by_name():
     """Its low-rank write is added inside an average with attention, on four streams at once: refused, never wrong."""
-    with pytest.raises(UnsupportedModelError, match="layer 0 .*the stream is not one vector a token"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .*the stream is not one vector a token"):
         sl.load(tiny.model("gemma3n"))
 
 
