@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 import streamlens as sl
-from streamlens.measure.ablation import remove_by_hooks
-from streamlens.prompts import TokenBatch
+from streamlens.measure.ablation import Plan, sweep_by_hooks
+from streamlens.measure.units import variants
+from streamlens.prompts import NO_READOUTS, TokenBatch
 
 MODEL = "smollm2-135m"
 
@@ -137,8 +138,9 @@ def removal(rounds: int) -> None:
     metrics = ["loss", "kl", "top1_agree"]
     batch = TokenBatch(np.arange(len(ids)), ids, torch.ones_like(ids, dtype=torch.bool))
     places = np.repeat(np.arange(4), 128), np.tile(np.arange(128), 4)
+    plan = Plan(variants(model.anatomy, "block", range(model.n_layers)), tuple(metrics))
     sides = {
-        "hooked": lambda: remove_by_hooks(model.module, model.anatomy, batch, places, tuple(metrics)),
+        "hooked": lambda: sweep_by_hooks(model.module, model.anatomy, batch, plan, places, NO_READOUTS),
         "ablate": lambda: sl.ablate(model, ids, unit="block", metrics=metrics, positions="all"),
     }
     seconds = alternate(sides, max(3, rounds // 2))

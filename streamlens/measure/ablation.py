@@ -20,7 +20,7 @@ from streamlens.measure.readings import Rows, Table, measure
 from streamlens.measure.replacements import Draw, Replacement, Zero
 from streamlens.measure.units import EVERYWHERE, SEVERAL, Site, Variant
 from streamlens.models.anatomy import Anatomy
-from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
+from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.changes import Change
 from streamlens.stream.hooked import hooked
 from streamlens.stream.kept import Keep
@@ -191,14 +191,6 @@ def sweep_by_hooks(
                     hidden[number] = rows.of(run.hidden(batch.ids, batch.mask))
     measure(unembed, rows, clean, hidden, table, plan.wanted)
     return Removal(*places, table.at_position, readouts, table.at_target)
-
-
-def remove_by_hooks(
-    module: nn.Module, anatomy: Anatomy, batch: TokenBatch, places: tuple[np.ndarray, np.ndarray], wanted: tuple[str, ...]
-) -> Removal:
-    """Every block in turn, by :func:`sweep_by_hooks`."""
-    changes = tuple(Variant(i, sites=(Site(i, layer.path),)) for i, layer in enumerate(anatomy.layers))
-    return sweep_by_hooks(module, anatomy, batch, Plan(changes, wanted), places, NO_READOUTS)
 
 
 def replay_error(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, plan: Plan, number: int) -> float:
