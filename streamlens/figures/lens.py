@@ -41,6 +41,8 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
     grid = rows.pivot(index="layer", columns="position", values="probability").to_numpy()
     edges = (np.arange(len(positions) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5)
     look = {"cmap": mpl.colormaps[SEQUENTIAL].with_extremes(bad="0.88"), "vmin": 0, "vmax": 1, "edgecolors": "white", "linewidth": 0.3}
+    if not _fit(ax, len(positions), font):  # lines between such narrow cells would be all that is seen
+        look |= {"edgecolors": "face", "linewidth": 0.1}
     mesh = ax.pcolormesh(*edges, grid, **look)
     _axes(ax, rows, positions, layers, font)
     _write(ax, rows, positions, layers, font, show)
@@ -52,8 +54,11 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
 def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float) -> None:
     tokens = rows.drop_duplicates("position").set_index("position")["token"]
     ax.set(xlim=(-0.5, len(positions) - 0.5), ylim=(len(layers) - 0.5, -0.5), xlabel="token", ylabel="layer")
-    ax.xaxis.set_major_locator(FixedLocator(np.arange(len(positions))))
-    ax.set_xticklabels([_bare(str(tokens[p]), 12) for p in positions], rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
+    at = np.arange(0, len(positions), int(np.ceil(1.3 * mpl.rcParams["font.size"] / _cell(ax, len(positions)))))
+    ax.xaxis.set_major_locator(FixedLocator(at))
+    ax.set_xticklabels(
+        [_bare(str(tokens[p]), 12) for p in positions[at]], rotation=45, ha="right", rotation_mode="anchor", parse_math=False
+    )
     step = max(1, round(len(layers) / 12))
     ticks = np.arange(0, len(layers), step)
     ax.set_yticks(ticks, [str(layers[i]) for i in ticks])
@@ -62,14 +67,27 @@ def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarra
 
 
 def _write(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
-    """The token (or the target's rank) in every cell, cut to its width."""
-    wide = ax.get_position().width * 0.82 * ax.figure.get_figwidth() * 72 / len(positions)
-    n = max(1, int(wide / (_LETTER * font)))
+    """The token (or the target's rank) in every cell, cut to its width; nothing where not one letter fits."""
+    n = _fit(ax, len(positions), font)
+    if not n:
+        return
     x, y = np.searchsorted(positions, rows["position"]), np.searchsorted(layers, rows["layer"])
     texts = [_rank(r, n) for r in rows["rank"]] if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
     for i, j, text, probability in zip(x, y, texts, rows["probability"], strict=True):
         colour = "white" if probability >= _DARK else "black"
-        ax.text(i, j, text, fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False)
+        ax.text(
+            i, j, text if len(text) <= n else "…", fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False
+        )
+
+
+def _cell(ax: Axes, n: int) -> float:
+    """Points that one of `n` cells beside one another is wide, a colour bar beside them all."""
+    return ax.get_position().width * 0.82 * ax.figure.get_figwidth() * 72 / n
+
+
+def _fit(ax: Axes, n: int, font: float) -> int:
+    """Letters that fit into one of `n` cells."""
+    return int(_cell(ax, n) / (_LETTER * font))
 
 
 def _rank(rank: int, longest: int) -> str:

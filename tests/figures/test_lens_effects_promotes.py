@@ -18,7 +18,7 @@ def lens_table(layers=5, positions=(0, 1, 2), k=2, seed=0):
     df["probability"] = rng.uniform(size=len(df))
     df["rank"] = np.where(df["k"] == -1, 7, df["k"])
     df = df.assign(site=np.where(df["layer"] == layers, "final", "resid_pre"), norm="recomputed", logit=1.0, prompt=0, prompt_text="p")
-    df["target_token"], df["token"] = [WORDS[t] for t in df["target"]], [WORDS[p] for p in df["position"]]
+    df["target_token"], df["token"] = [WORDS[t] for t in df["target"]], [WORDS[p % len(WORDS)] for p in df["position"]]
     return schema.apply(df, "lens")
 
 
@@ -71,6 +71,21 @@ def test_the_lens_of_a_target_shows_its_rank():
         df = lens_table(positions=range(7)).assign(rank=24612)
         ax = figures.lens(pd.concat([df, df.assign(position=df["position"] + 7)]), show="target")
     assert {t.get_text() for t in ax.texts} == {"25k"}  # five digits do not fit
+
+
+@pytest.mark.parametrize("n", [10, 40, 160])
+def test_the_lens_of_many_positions_writes_nothing_over_its_neighbours(n):
+    ax = figures.lens(lens_table(positions=tuple(range(n))).assign(token=" token"))
+    ax.figure.canvas.draw()
+    cell = ax.get_window_extent().width / n
+    widest = max((text.get_window_extent().width for text in ax.texts), default=0.0)
+    assert widest <= 1.1 * cell
+    assert bool(ax.texts) == (n < 160)
+    ticks = ax.get_xticks()
+    assert len(ticks) == len(ax.get_xticklabels())
+    assert ticks[0] == 0
+    assert (ticks[1] - ticks[0]) * cell >= ax.figure.dpi / 72 * 10
+    assert len(ax.collections[0].get_array().ravel()) == 6 * n
 
 
 def test_the_lens_is_of_chosen_positions_and_says_when_the_norm_is_frozen():
