@@ -94,7 +94,8 @@ def _parts(df: pd.DataFrame) -> pd.DataFrame:
 
 def _token_axis(ax: Axes, texts: pd.Series) -> None:
     """Tokens along the axis, every one or, of many, as many as can be read."""
-    step = -(-len(texts) // 40)
+    cell = ax.get_position().width * 0.8 * ax.figure.get_figwidth() * 72 / len(texts)  # points, beside a colour bar
+    step = int(np.ceil(1.1 * mpl.rcParams["font.size"] / cell))
     at = np.arange(0, len(texts), step)
     ax.set_xticks(at, [labels.visible(str(text), longest=12) for text in texts.iloc[at]], rotation=90, parse_math=False)
 

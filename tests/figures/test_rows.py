@@ -1,5 +1,7 @@
 """Figures of finer rows, by the data in their artists."""
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -70,7 +72,11 @@ def test_many_tokens_get_as_many_labels_as_can_be_read(by_source):
         {"component": "head", "layer": 0, "head": 0, "source": s, "source_token": f"t{s}", "attention": 0.1, "contribution": 1.0}
         for s in range(200)
     ]
-    assert 20 <= len(figures.sources(table(rows)).get_xticklabels()) <= 40
+    ax = figures.sources(table(rows))
+    ax.figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+    assert 20 <= len(boxes) <= 40
+    assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_tokens_are_the_prompt_in_order_coloured_by_their_sum_over_heads(by_source):
