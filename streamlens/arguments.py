@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+import numpy as np
 from tqdm import tqdm
 
 from streamlens.errors import InputError, choice
 from streamlens.measure.metrics import DEFAULT, METRICS, Metric
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
+from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index, plain
 
 MAX_TOKENS = 2048
@@ -64,6 +66,11 @@ def opened(model: object) -> None:
 def parsed_for(model: Model, prompts: object) -> Prompts:
     """The prompts, within what this model can read."""
     return parse(prompts, model.tokenizer, max_length=model.max_length, vocab_size=model.anatomy.n_vocab)
+
+
+def positions_or_all(parsed: Prompts, positions: object) -> list[np.ndarray]:
+    """Where to read, each prompt's positions: as the call or the prompts say, everywhere where neither does."""
+    return positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
 
 
 def batched(model: Model, prompts: Prompts, max_tokens: int) -> list[TokenBatch]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, opened, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, opened, parsed_for, positions_or_all, watched
 from streamlens.checks import CHECKS, complain, demand_finite
 from streamlens.errors import AdditivityError, InputError, choice
 from streamlens.measure import depth, squares
@@ -17,7 +17,6 @@ from streamlens.measure.places import places_in
 from streamlens.measure.units import variants
 from streamlens.models import limits
 from streamlens.models.loaded import Model
-from streamlens.prompts import positions as positions_of
 
 
 def decompose_norm(
@@ -44,8 +43,8 @@ def decompose_norm(
     arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
     choice("unit", unit, squares.UNITS)
     choice("check", check, CHECKS)
-    addends, parsed = squares.parts(model.anatomy, unit), parsed_for(model, prompts)
-    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    addends, parsed = squares.addends_of(model.anatomy, unit), parsed_for(model, prompts)
+    where = positions_or_all(parsed, positions)
     parts, limit = [], limits.of_sum(model.module)
     for batch in watched(batched(model, parsed, max_tokens), progress, "decompose norm"):
         parts.append(squares.squares_batch(model.module, model.anatomy, batch, places_in(batch, where), addends))

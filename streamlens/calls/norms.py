@@ -8,14 +8,13 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, several, watched
+from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, several, watched
 from streamlens.checks import CHECKS, demand_finite
 from streamlens.errors import choice
 from streamlens.measure import growth, running, sinks
 from streamlens.measure.places import places_in
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts
-from streamlens.prompts import positions as positions_of
 
 _BY_NAME = (growth.HEAD, growth.PATTERN)  # many rows, and slower: only where they are asked for
 
@@ -98,7 +97,7 @@ def _batches(
     sites = [s for s in growth.SITES if s not in _BY_NAME] if sites is None else sites
     measures, sites = several("measures", measures, growth.MEASURES), several("sites", sites, growth.SITES)
     meter = growth.Meter(model.module, model.anatomy, sites, measures)
-    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    where = positions_or_all(parsed, positions)
     for batch in watched(batched(model, parsed, max_tokens), progress, "norms"):
         part = meter.batch(batch, places_in(batch, where))
         demand_finite(model, "a norm", int((~np.isfinite(part.value)).sum()), check)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, watched
 from streamlens.checks import CHECKS, demand_finite
 from streamlens.errors import choice
 from streamlens.models.loaded import Model
-from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import plain
 from streamlens.stream.record import record_batch, resolve
 
@@ -35,7 +34,7 @@ def record(
     choice("check", check, CHECKS)
     chosen = resolve(model.anatomy, plain(sites) if isinstance(plain(sites), list) else [sites])
     parsed = parsed_for(model, prompts)
-    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    where = positions_or_all(parsed, positions)
     pieces: list[dict[str, torch.Tensor]] = [{} for _ in where]
     for batch in watched(batched(model, parsed, max_tokens), progress, "record"):
         for name, value in record_batch(model.module, model.anatomy, batch, chosen).items():

@@ -6,13 +6,12 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, several, watched
+from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, several, watched
 from streamlens.checks import CHECKS, demand_finite
 from streamlens.errors import choice
 from streamlens.measure import similarity as alike
 from streamlens.measure.places import places_in
 from streamlens.models.loaded import Model
-from streamlens.prompts import positions as positions_of
 
 
 def similarity(
@@ -39,7 +38,7 @@ def similarity(
     choice("check", check, CHECKS)
     measures = several("measures", measures, alike.MEASURES)
     parsed = parsed_for(model, prompts)
-    where = positions_of(parsed, "all" if positions is None and parsed.positions is None else positions)
+    where = positions_or_all(parsed, positions)
     parts = []
     for batch in watched(batched(model, parsed, max_tokens), progress, "similarity"):
         parts.append(alike.measure_batch(model.module, model.anatomy, batch, places_in(batch, where), measures))

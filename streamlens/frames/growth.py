@@ -11,12 +11,12 @@ from streamlens import schema
 from streamlens.frames.columns import Labels, carried, place_columns, repeat
 from streamlens.measure.depth import STATISTICS, DepthUse
 from streamlens.measure.gradients import Gradients
-from streamlens.measure.squares import Part, Squares, pairs
+from streamlens.measure.squares import Addend, Squares, pairs
 from streamlens.measure.units import Variant
 from streamlens.prompts import TokenBatch
 
 
-def norm_parts(batches: Iterable[Squares], addends: Sequence[Part], labels: Labels) -> pd.DataFrame:
+def norm_parts(batches: Iterable[Squares], addends: Sequence[Addend], labels: Labels) -> pd.DataFrame:
     """The norm_parts table, ordered by prompt and position, terms by their later addend."""
     batches = list(batches)
     prompt, position, total, term = (

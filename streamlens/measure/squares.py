@@ -27,7 +27,7 @@ UNITS = ("block", "sublayer")
 
 
 @dataclass(frozen=True)
-class Part:
+class Addend:
     """One addend of the final stream: "embed" (what enters the first block), "block", or a sublayer by its kind."""
 
     component: str
@@ -46,7 +46,7 @@ class Squares:
     error: Float64[np.ndarray, " row"]  # |sum of terms - total| / sum of |terms|
 
 
-def parts(anatomy: Anatomy, unit: str) -> tuple[Part, ...]:
+def addends_of(anatomy: Anatomy, unit: str) -> tuple[Addend, ...]:
     """The addends, in execution order. Raises :class:`UnsupportedModelError` for a model with norms on the stream itself."""
     for index, layer in enumerate(anatomy.layers):
         if layer.stream_norms:
@@ -54,9 +54,9 @@ def parts(anatomy: Anatomy, unit: str) -> tuple[Part, ...]:
                 f"the squared norm of the stream is no sum over its writes: {layer.stream_norms[0]} (layer {index}) norms the stream itself"
             )
     if unit == "block":
-        return (Part("embed"), *(Part("block", index) for index in range(anatomy.n_layers)))
+        return (Addend("embed"), *(Addend("block", index) for index in range(anatomy.n_layers)))
     adds = [(i, add) for i, layer in enumerate(anatomy.layers) for add in layer.adds]
-    return (Part("embed"), *(Part(w.kind, i, w.sublayer) for i, add in adds for w in add.writes[: len(places_of(add))]))
+    return (Addend("embed"), *(Addend(w.kind, i, w.sublayer) for i, add in adds for w in add.writes[: len(places_of(add))]))
 
 
 def pairs(n_parts: int) -> tuple[Int64[np.ndarray, " term"], Int64[np.ndarray, " term"]]:
@@ -70,7 +70,7 @@ def squares_batch(
     anatomy: Anatomy,
     batch: TokenBatch,
     places: tuple[Int64[np.ndarray, " row"], Int64[np.ndarray, " row"]],
-    addends: Sequence[Part],
+    addends: Sequence[Addend],
 ) -> Squares:
     """The terms at `places` (prompt, position), whose prompts are all in `batch`."""
     at = torch.from_numpy(flat_index(batch, *places))
