@@ -149,7 +149,7 @@ WRONG = {
     "metrics must be one of 'loss', .*; got 'perplexity'": lambda m: sl.ablate(m, PROMPTS, metrics=["loss", "perplexity"]),
     "metrics must name at least one of loss, .*; got none": lambda m: sl.ablate(m, PROMPTS, metrics=[]),
     "sites must be one of 'embed', .*; got 'resid'": lambda m: sl.norms(m, PROMPTS, sites="resid"),
-    "measures must be one of 'l2', 'rms'; got 'l1'": lambda m: sl.norms(m, PROMPTS, measures="l1"),
+    "measures must be one of 'l2', 'rms', .*; got 'l1'": lambda m: sl.norms(m, PROMPTS, measures="l1"),
     "check must be one of True, False, 'warn', 'full'; got 'no'": lambda m: sl.attribute(m, PROMPTS, check="no"),
     "max_tokens must be a whole number from 1; got 0": lambda m: sl.attribute(m, PROMPTS, max_tokens=0),
     "must not carry a column named like one of the result; rename 'layer'": lambda m: sl.attribute(

@@ -14,7 +14,7 @@ from streamlens.decoder.hookable import Hookable
 
 
 class MLP(Hookable):
-    """GELU or ReLU of a width of four times the stream."""
+    """GELU or ReLU between two matrices, by default four times as wide as the stream."""
 
     PLACES = ("hook_pre", "hook_post")
 
