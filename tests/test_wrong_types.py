@@ -5,7 +5,7 @@ import sys
 
 CALLS = {
     "stats.mean_interval([1, 2], 'value', 'layer')": "df must be a DataFrame; got list",
-    "stats.growth_rate(None)": "df must be a DataFrame; got NoneType",
+    "stats.growth_rate(None)": "df must be a norms table; got NoneType",
     "stats.mean_interval(df, 'contribution', 'layer', level='high')": "level must lie between 0 and 1; got 'high'",
     "stats.mean_interval(df, 'contribution', 'layer', n_boot=2.5)": "n_boot must be a whole number, 1 or more; got 2.5",
     "stats.top_components(df, n='many')": "n must be a whole number, 1 or more; got 'many'",
