@@ -122,6 +122,22 @@ def expert(rounds: int) -> None:
     print(f"    {len(sides['expert']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
 
 
+def lens(rounds: int) -> None:
+    model = sl.load(MODEL)
+    ids, n_layers = tokens(model, 4, 256), model.n_layers
+    hidden = torch.randn(ids.numel(), model.anatomy.d_model, generator=torch.Generator().manual_seed(0))
+    sides = {
+        "plain": lambda: plain(model, ids),
+        "unembedding": torch.no_grad()(lambda: model.module.lm_head(hidden)),
+        "lens": lambda: sl.lens(model, ids),
+    }
+    seconds = alternate(sides, max(3, rounds // 2))
+    budget = [n_layers * u + p for u, p in zip(seconds["unembedding"], seconds["plain"], strict=True)]
+    measured = statistics.median(one / most for one, most in zip(seconds["lens"], budget, strict=True))
+    report(f"lens of every layer, 4 x 256 tokens / ({n_layers} unembeddings + a forward pass with logits)", measured, 1.0)
+    print(f"    lens {statistics.median(seconds['lens']):.1f} s; unembedding {statistics.median(seconds['unembedding']):.2f} s")
+
+
 def mixtral():
     """A random Mixtral of middle size: its weights change no timing."""
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -222,6 +238,7 @@ PARTS = {
     "source": source,
     "neuron": neuron,
     "expert": expert,
+    "lens": lens,
     "memory": memory,
     "removal": removal,
 }
