@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -273,7 +274,10 @@ def test_signals_leave_nothing(tmp_path, number, status):
     """Sent while the command works: what it has begun to write is seen, and gone afterwards."""
     command = [sys.executable, "-m", "streamlens.cli", "report", "--quiet", "--out", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    # What runs in the background of a shell has Ctrl-C ignored, and its children inherit that.
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **piped, env=environment, preexec_fn=heeded) as process:
         while process.poll() is None and not list(tmp_path.glob(".out.*.partial")):
             time.sleep(0.02)
         process.send_signal(number)
