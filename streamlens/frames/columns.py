@@ -17,6 +17,7 @@ class Labels:
 
     def __init__(self, tokenizer: object | None, prompts: Prompts):
         self.tokenizer, self.prompts = tokenizer, prompts
+        self._texts: dict[int, str] = {NONE: "", MEAN: "mean"}
 
     def tokens(self, ids: np.ndarray) -> pd.Categorical:
         """The decoding of each single id; "" for none, "mean" for the vocabulary's mean."""
@@ -33,9 +34,9 @@ class Labels:
         return self.tokens(ids[np.where(position < 0, -1, starts[prompt] + position)])
 
     def _text(self, token: int) -> str:
-        if token in (NONE, MEAN):
-            return "" if token == NONE else "mean"
-        return str(token) if self.tokenizer is None else decode(self.tokenizer, [token])
+        if token not in self._texts:
+            self._texts[token] = str(token) if self.tokenizer is None else decode(self.tokenizer, [token])
+        return self._texts[token]
 
 
 def _categories(texts: Sequence[str], codes: np.ndarray) -> pd.Categorical:

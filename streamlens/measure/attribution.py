@@ -106,7 +106,8 @@ def _pull(
             shares = direction @ constants[key].to(direction)
         else:
             by_head = (max(heads.get(key, 0), 1), -1)
-            shares = torch.linalg.vecdot(pick(value).to(unembed.wide).unflatten(-1, by_head), direction.unflatten(-1, by_head))
+            written = pick(value).to(unembed.wide)
+            shares = torch.einsum("rhd,rhd->rh", written.unflatten(-1, by_head), direction.unflatten(-1, by_head))
         shares = shares[at] if dense else shares
         part = None if split is None or value is None else split.part(readout.tap, key, g, at, shares)
         if part is None:
