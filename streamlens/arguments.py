@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from tqdm import tqdm
@@ -13,6 +13,9 @@ from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
 from streamlens.prompts import positions as positions_of
 from streamlens.prompts.plain import is_index, plain
+
+CHECKS = (True, False, "warn", "full")
+"""Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
 
 MAX_TOKENS = 2048
 """Tokens a batch, padding included, where a call does not say otherwise."""
@@ -55,6 +58,16 @@ def several(parameter: str, value: object, legal: Collection[str]) -> tuple[str,
     if not given:
         raise InputError(f"{parameter} must name at least one of {', '.join(legal)}; got none")
     return tuple(dict.fromkeys(given))
+
+
+def arguments_of(given: Mapping[str, object]) -> dict[str, object]:
+    """A call's arguments, from its `locals()`, as they stand in a table's attributes: without what changes no number.
+
+    Those that every call has are checked: raises :class:`InputError` for a model that is not from :func:`load` and for another `check`.
+    """
+    opened(given["model"])
+    choice("check", given["check"], CHECKS)
+    return {name: value for name, value in given.items() if name not in ("model", "prompts", "progress", "resume")}
 
 
 def opened(model: object) -> None:

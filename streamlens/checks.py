@@ -13,9 +13,6 @@ from streamlens.models import limits
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch
 
-CHECKS = (True, False, "warn", "full")
-"""Raise where a check fails, do not check, warn, or check also what costs another forward pass."""
-
 
 def demand_finite(model: Model, what: str, bad: int, check: bool | str) -> None:
     """Refuse (or warn of) `bad` values that are not numbers, as a float16 stream that overflows gives."""

@@ -3,7 +3,7 @@
 import torch
 
 import streamlens as sl
-from streamlens.stream.changes import block, places
+from streamlens.stream.changes import block
 from tests import hooked
 
 
@@ -17,7 +17,7 @@ def writes(model, ids):
         for segment in layer.segments:
             read = stream
             for add in segment.adds:
-                for number, write in enumerate(add.writes[: len(places(add))]):
+                for number, write in enumerate(add.writes[: len(add.outputs)]):
                     value = kept[f"blocks.{index}.hook_{write.kind}_out{write.sublayer or ''}"]
                     mixing = write.kind in ("attn", "mixer")
                     if layer.reads_mid and not (mixing and before):

@@ -26,7 +26,6 @@ from streamlens.measure.promotes import sources
 from streamlens.models.anatomy import Anatomy, Layer, Write
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream import changes
-from streamlens.stream.changes import places
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
@@ -415,7 +414,7 @@ def _changes(anatomy: Anatomy, shape: torch.Size, layers) -> Iterator[tuple[chan
         value = torch.randn(*shape, anatomy.d_model, generator=generator)
         yield (changes.block(anatomy, layer, value, late),)
         for add in anatomy.layers[layer].adds:
-            yield changes.write(layer, add, [value] * len(changes.places(add)), late)
+            yield changes.write(layer, add, [value] * len(add.outputs), late)
         for write in (w for w in anatomy.layers[layer].writes if w.n_heads):
             yield (changes.head(layer, write, 0),)
             yield (changes.head(layer, write, write.n_heads - 1, torch.randn(1, 1, write.d_head, generator=generator), late),)
@@ -466,7 +465,7 @@ def test_stream_and_writes_add_up_at_every_block(case):
         if len(layer.segments) > 1 or any(s.norm or abs(s.scale - 1) > 1e-4 for s in layer.segments):
             continue
         written = [value for name, value in at.items() if not name.startswith("resid")]
-        assert len(written) == sum(len(places(add)) for add in layer.adds)
+        assert len(written) == sum(len(add.outputs) for add in layer.adds)
         assert _gap(at["resid_pre"] + sum(written), at["resid_post"]) <= STREAM
         if "resid_mid" in at and len(written) == 2:
             first = next(value for name, value in at.items() if name in ("attn_out", "mixer_out"))

@@ -11,32 +11,14 @@ import sys
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamlens as sl
-from streamlens.decoder.config import DecoderConfig
 from streamlens.decoder.data import Text, python_text
 from streamlens.decoder.model import Decoder
 from streamlens.decoder.train import TrainConfig, train
+from streamlens.models.native import to_transformers
 
 AT_LEAST = 0.8
-
-
-def llama(c: DecoderConfig) -> LlamaForCausalLM:
-    """An equally sized model of transformers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=c.n_vocab,
-        hidden_size=c.d_model,
-        intermediate_size=c.mlp_width,
-        num_hidden_layers=c.n_layers,
-        num_attention_heads=c.n_heads,
-        num_key_value_heads=c.kv_heads,
-        max_position_embeddings=c.max_length,
-        tie_word_embeddings=c.tied,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     config = sl.load("bytes-4l", device="cpu").module.config
-    sides = {"streamlens": Decoder(config), "transformers": llama(config)}
+    ours = Decoder(config)
+    sides = {"streamlens": ours, "transformers": to_transformers(ours, "llama")}
     sizes = [sum(weight.numel() for weight in model.parameters()) for model in sides.values()]
     data, training = Text(python_text(), length=256), TrainConfig(steps=args.steps, batch=8, look_every=0)
     seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -7,12 +7,11 @@ import os
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, opened
+from streamlens.arguments import MAX_TOKENS, arguments_of
 from streamlens.calls.reading import bar, demand_inputs
 from streamlens.calls.running import run
 from streamlens.calls.sweep import prepare
-from streamlens.checks import CHECKS, demand_finite, demand_replayed
-from streamlens.errors import choice
+from streamlens.checks import demand_finite, demand_replayed
 from streamlens.models.loaded import Model
 
 
@@ -67,9 +66,7 @@ def ablate(
     Sources: Veit et al. 2016 and Men et al. 2024 (block removal), Wang et al. 2022 (mean ablation), Chan et al. 2022 (resampling), Zhang
     and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress", "resume")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     sweep = prepare(model, prompts, arguments)
     parts = []
     with bar(sweep.passes, progress, f"{method} {unit}") as tick:

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, watched
-from streamlens.checks import CHECKS, check_printed, check_sums
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, parsed_for, watched
+from streamlens.checks import check_printed, check_sums
 from streamlens.errors import InputError, choice
 from streamlens.measure import attribution as dla
 from streamlens.measure.experts import ByExpert
@@ -64,10 +64,7 @@ def attribute(
 
     Method: Elhage et al. 2021 (direct logit attribution), McGrath et al. 2023, eq. 7-10 (frozen norms).
     """
-    opened(model)
-    arguments = {"target": target, "versus": versus, "positions": positions, "by": by, "top_k": top_k, "scale": scale}
-    arguments |= {"max_tokens": max_tokens, "check": check}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     choice("scale", scale, SCALES)
     split = _split(model, by, top_k)
     parsed = parsed_for(model, prompts)

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, opened, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, chosen_layers, parsed_for, watched
 from streamlens.calls.replacing import reference_of, replacement
-from streamlens.checks import CHECKS, demand_finite, demand_near
+from streamlens.checks import demand_finite, demand_near
 from streamlens.errors import choice
 from streamlens.measure import effects as measuring
 from streamlens.models.loaded import Model
@@ -51,10 +51,8 @@ def effects(
 
     Sources: McGrath et al. 2023 (direct and total effect), Rushing & Nanda 2024 (self-repair and its split).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = arguments_of(locals())
     choice("method", method, METHODS)
-    choice("check", check, CHECKS)
     parsed = parsed_for(model, prompts)
     wanted = readouts(parsed, model.tokenizer, target=target, versus=versus, positions=positions)
     chosen = measuring.subjects(model.anatomy, chosen_layers(model, layers))

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, chosen_layers, opened, parsed_for, positions_or_all, watched
-from streamlens.checks import CHECKS, complain, demand_finite
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, chosen_layers, parsed_for, positions_or_all, watched
+from streamlens.checks import complain, demand_finite
 from streamlens.errors import AdditivityError, InputError, choice
 from streamlens.measure import depth, squares
 from streamlens.measure.gradients import gradients_batch
@@ -39,10 +39,8 @@ def decompose_norm(
     Raises :class:`UnsupportedModelError` for a model with norms on the stream itself, through which no write keeps its length, and
     :class:`AdditivityError` where the rows miss the total.
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = arguments_of(locals())
     choice("unit", unit, squares.UNITS)
-    choice("check", check, CHECKS)
     addends, parsed = squares.addends_of(model.anatomy, unit), parsed_for(model, prompts)
     where = positions_or_all(parsed, positions)
     parts, limit = [], limits.of_sum(model.module)
@@ -79,11 +77,9 @@ def depth_use(
     Source: Csordas, Manning & Potts 2025, Do language models use their depth efficiently? (they take the largest over positions
     and prompts: `statistic` "max", which :func:`streamlens.figures.depth_use` draws).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = arguments_of(locals())
     choice("unit", unit, depth.UNITS)
     choice("positions", positions, depth.SPANS)
-    choice("check", check, CHECKS)
     if not (isinstance(cut, Real) and 0 < cut < 1):
         raise InputError(f"cut must lie between 0 and 1; got {cut!r}")
     parsed = parsed_for(model, prompts)
@@ -117,9 +113,7 @@ def gradient_norms(
 
     Raises :class:`InputError` for a prompt of one token, and :class:`NumericError` where a value is not finite.
     """
-    opened(model)
-    arguments = {"max_tokens": max_tokens, "check": check}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     parsed = parsed_for(model, prompts)
     if parsed.lengths.min() < 2:
         raise InputError("prompts must have 2 tokens or more, since the loss is of next tokens; got one of 1")

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, several, watched
-from streamlens.checks import CHECKS, demand_finite, demand_near
-from streamlens.errors import InputError, choice
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, parsed_for, several, watched
+from streamlens.checks import demand_finite, demand_near
+from streamlens.errors import InputError
 from streamlens.measure import lens as logit_lens
 from streamlens.measure.places import places_in
 from streamlens.models.loaded import Model
@@ -48,9 +48,7 @@ def lens(
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     sites, norms = several("sites", sites, logit_lens.SITES), several("norm", norm, logit_lens.NORMS)
     if not is_index(top_k) or not 0 <= top_k <= model.anatomy.n_vocab:
         raise InputError(f"top_k must be from 0 to the vocabulary's {model.anatomy.n_vocab}; got {top_k!r}")

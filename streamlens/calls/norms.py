@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, several, watched
-from streamlens.checks import CHECKS, demand_finite
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, parsed_for, positions_or_all, several, watched
+from streamlens.checks import demand_finite
 from streamlens.errors import choice
 from streamlens.measure import growth, running, sinks
 from streamlens.measure.places import places_in
@@ -45,8 +45,7 @@ def norms(
     `positions` "all" by default; padding is never among them. Raises :class:`InputError`, and :class:`NumericError` where a value is
     not finite. Sources: Heimersheim & Turner 2023; Csordas et al. 2025 (relative, cosine); Gu et al. 2024 (to_first).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = arguments_of(locals())
     parsed = parsed_for(model, prompts)
     parts = list(_batches(model, parsed, positions, measures, sites, progress, max_tokens, check))
     return frames.stamp(frames.norms(parts, frames.Labels(model.tokenizer, parsed)), model, arguments)
@@ -72,8 +71,7 @@ def norm_summary(
     sketch and are within 0.5% of the value at their rank. Other parameters, and what is raised, as in :func:`norms`; for intervals, which
     need each prompt's own values, take that table. Source of the sketch: Masson, Rim & Lee 2019 (DDSketch).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
+    arguments = arguments_of(locals())
     choice("by", by, running.GROUPS)
     parsed, summary = parsed_for(model, prompts), running.Running(by)
     for part in _batches(model, parsed, positions, measures, sites, progress, max_tokens, check):
@@ -91,7 +89,6 @@ def _batches(
     max_tokens: int,
     check: bool | str,
 ) -> Iterator[growth.Measured]:
-    choice("check", check, CHECKS)
     if measures is None:
         measures = [m for m in growth.MEASURES if m != sinks.MEASURE]
     sites = [s for s in growth.SITES if s not in _BY_NAME] if sites is None else sites

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, watched
-from streamlens.checks import CHECKS, demand_finite
-from streamlens.errors import InputError, choice
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, parsed_for, watched
+from streamlens.checks import demand_finite
+from streamlens.errors import InputError
 from streamlens.measure import promotes as pushing
 from streamlens.measure.components import Component
 from streamlens.measure.places import places_in
@@ -42,9 +42,7 @@ def promotes(
 
     Sources: Elhage et al. 2021 and Geva et al. 2022 (writes read in the vocabulary), McGrath et al. 2023 (frozen norm, centred logits).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     if not is_index(top_k) or not 1 <= top_k <= model.anatomy.n_vocab:
         raise InputError(f"top_k must be from 1 to the vocabulary's {model.anatomy.n_vocab}; got {top_k!r}")
     chosen = _chosen(model, component)

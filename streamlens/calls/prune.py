@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, opened, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, arguments_of, parsed_for, watched
 from streamlens.calls.reading import Reading, demand_inputs, reading
-from streamlens.checks import CHECKS, demand_finite
+from streamlens.checks import demand_finite
 from streamlens.errors import InputError, choice, whole
 from streamlens.measure import pruning
 from streamlens.measure import similarity as alike
@@ -52,9 +52,7 @@ def prune(
 
     Sources: Men et al. 2024 (ShortGPT), Gromov et al. 2024 (angular).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     orders = orders_to_prune(model, arguments)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     found: list[tuple[str, Step]] = []

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, opened, parsed_for
+from streamlens.arguments import MAX_TOKENS, arguments_of, parsed_for
 from streamlens.calls.reading import bar, demand_inputs, reading
-from streamlens.checks import CHECKS, demand_finite
-from streamlens.errors import InputError, choice
+from streamlens.checks import demand_finite
+from streamlens.errors import InputError
 from streamlens.measure.rearrange import cost, rearrange_batch
 from streamlens.models.loaded import Model
 from streamlens.prompts.plain import is_index
@@ -39,9 +39,7 @@ def rearrange(
 
     Sources: Veit et al. 2016, Lad et al. 2024, Sun et al. 2024 (Transformer Layers as Painters).
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     orders = orders_of(model, order)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     parts, n_tokens = [], sum(b.ids.numel() for b in read.batches)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, watched
-from streamlens.checks import CHECKS, demand_finite
+from streamlens.arguments import CHECKS, MAX_TOKENS, batched, opened, parsed_for, positions_or_all, watched
+from streamlens.checks import demand_finite
 from streamlens.errors import choice
 from streamlens.models.loaded import Model
 from streamlens.prompts.plain import plain

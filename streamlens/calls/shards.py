@@ -19,7 +19,7 @@ import torch
 from streamlens import __version__, schema
 from streamlens.errors import InputError
 from streamlens.measure.ablation import Removal
-from streamlens.measure.readings import Table
+from streamlens.measure.readings import Readings
 from streamlens.models.loaded import Model
 from streamlens.prompts import Readouts
 
@@ -73,7 +73,7 @@ def as_arrays(removal: Removal) -> dict[str, np.ndarray]:
     """What a batch's numbers are, without what is known beforehand."""
     out = {f"readouts/{name}": getattr(removal.readouts, name) for name in ("prompt", "position", "target", "versus")}
     out["overflowed"] = np.array([removal.overflowed])
-    out |= _flat("", Table(removal.at_position, removal.at_target))
+    out |= _flat("", Readings(removal.at_position, removal.at_target))
     return out if removal.corrupted is None else out | _flat("corrupted/", removal.corrupted)
 
 
@@ -97,7 +97,7 @@ def joined(parts: list[Removal]) -> Removal:
     return Removal(one.prompt, one.position, tables[0], one.readouts, tables[1], bad, one.corrupted, one.made_at)
 
 
-def _flat(prefix: str, table: Table) -> dict[str, np.ndarray]:
+def _flat(prefix: str, table: Readings) -> dict[str, np.ndarray]:
     out = {}
     for kind in ("at_position", "at_target"):
         for name, (clean, changed) in getattr(table, kind).items():
@@ -105,7 +105,7 @@ def _flat(prefix: str, table: Table) -> dict[str, np.ndarray]:
     return out
 
 
-def _table(prefix: str, arrays: Mapping[str, np.ndarray]) -> Table:
+def _table(prefix: str, arrays: Mapping[str, np.ndarray]) -> Readings:
     kinds: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {"at_position": {}, "at_target": {}}
     for kind, metrics in kinds.items():
         start = f"{prefix}{kind}/"
@@ -114,4 +114,4 @@ def _table(prefix: str, arrays: Mapping[str, np.ndarray]) -> Table:
         ):
             clean = arrays[f"{start}{name}/clean"]
             metrics[name] = clean, arrays[f"{start}{name}/changed"].reshape(-1, len(clean))
-    return Table(**kinds)
+    return Readings(**kinds)

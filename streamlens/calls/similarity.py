@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, batched, opened, parsed_for, positions_or_all, several, watched
-from streamlens.checks import CHECKS, demand_finite
-from streamlens.errors import choice
+from streamlens.arguments import MAX_TOKENS, arguments_of, batched, parsed_for, positions_or_all, several, watched
+from streamlens.checks import demand_finite
 from streamlens.measure import similarity as alike
 from streamlens.measure.places import places_in
 from streamlens.models.loaded import Model
@@ -33,9 +32,7 @@ def similarity(
 
     Sources: Men et al. 2024 (ShortGPT), Gromov et al. 2024, Samragh et al. 2023.
     """
-    opened(model)
-    arguments = {k: v for k, v in locals().items() if k not in ("model", "prompts", "progress")}
-    choice("check", check, CHECKS)
+    arguments = arguments_of(locals())
     measures = several("measures", measures, alike.MEASURES)
     parsed = parsed_for(model, prompts)
     where = positions_or_all(parsed, positions)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from streamlens.measure.metrics import Metric
 from streamlens.measure.places import with_top
-from streamlens.measure.readings import Rows, Table, measure
+from streamlens.measure.readings import Readings, Rows, measure
 from streamlens.measure.replacements import Draw, Replacement, Zero
 from streamlens.measure.units import EVERYWHERE, SEVERAL, Site, Variant
 from streamlens.models.anatomy import Anatomy
@@ -45,7 +45,7 @@ class Removal:
     readouts: Readouts  # [target] rows of the metrics with a target
     at_target: dict[str, tuple[np.ndarray, np.ndarray]]  # metric: clean [target], changed [variant, target]
     overflowed: int = 0  # rows, clean and changed, whose stream is not finite: their metrics mean nothing
-    corrupted: Table | None = None  # the same of the paired prompts' own run, as a single variant
+    corrupted: Readings | None = None  # the same of the paired prompts' own run, as a single variant
     made_at: dict[int, int] | None = None  # by prompt, where a change is made: a position, or SEVERAL
 
 
@@ -90,7 +90,7 @@ def sweep_batch(
         tick(1.0)
         readouts = with_top(readouts, batch, clean, unembed)
         rows = Rows(batch, places, readouts)
-        table = Table.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
+        table = Readings.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(clean)
         bad, corrupted = overflowed([clean_rows]), None
         for draw in plan.replacement.draws(batch, plan.keys):
@@ -103,9 +103,9 @@ def sweep_batch(
     return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, made_at(batch, plan.at))
 
 
-def of_corrupted(unembed: Unembed, rows: Rows, clean: Tensor, corrupted: Tensor, plan: Plan) -> Table:
+def of_corrupted(unembed: Unembed, rows: Rows, clean: Tensor, corrupted: Tensor, plan: Plan) -> Readings:
     """The metrics of the paired prompts' own run, whose unembedding inputs are `corrupted` `[batch, pos, d_model]`."""
-    table = Table.empty(1, len(rows.place), len(rows.target), plan.wanted)
+    table = Readings.empty(1, len(rows.place), len(rows.target), plan.wanted)
     measure(unembed, rows, clean, [rows.of(corrupted)], table, plan.wanted)
     return table
 
@@ -180,7 +180,7 @@ def sweep_by_hooks(
     """
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
     rows = Rows(batch, places, readouts)
-    table = Table.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
+    table = Readings.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
     with torch.no_grad(), hooked(module, anatomy) as run:
         clean = rows.of(run.hidden(batch.ids, batch.mask))
     hidden: list[Tensor] = [clean] * len(plan.changes)

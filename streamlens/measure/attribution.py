@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
 from streamlens.measure.components import Component, components, components_by_key
-from streamlens.measure.places import flat_index, ids_on, rounds_of, with_top
+from streamlens.measure.places import flat_index, ids_on, ordinals, with_top
 from streamlens.measure.splits import Split
 from streamlens.measure.table import Shares, Sources, Table
 from streamlens.models import limits
@@ -45,7 +45,7 @@ def attribute_batch(
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         flat = torch.from_numpy(flat_index(batch, readouts.prompt, readouts.position))
         table = Table(components_by_key(anatomy, split and partial(split.components, tap)), readouts, unembed.wide)
-        rounds = rounds_of(readouts)
+        rounds = ordinals(readouts.prompt, readouts.position)
         n_rounds = int(rounds.max()) + 1
         for number in range(n_rounds):
             rows = np.flatnonzero(rounds == number)

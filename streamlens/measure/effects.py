@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from streamlens.measure.components import Component
-from streamlens.measure.places import at, flat_index, ids_on, rounds_of, with_top
+from streamlens.measure.places import at, flat_index, ids_on, ordinals, with_top
 from streamlens.measure.replacements import Replacement
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.prompts import Readouts, TokenBatch
@@ -157,7 +157,7 @@ def _clean(
         flat = flat_index(batch, readouts.prompt, readouts.position)
         rows = at(hidden.detach(), flat)
         clean = _Clean(unembed, readouts, flat, rows, at(push.final.detach(), flat), _logit(unembed, rows, readouts))
-        rounds = rounds_of(readouts)
+        rounds = ordinals(readouts.prompt, readouts.position)
         for number in range(int(rounds.max()) + 1):
             _pull(push, hidden, clean, np.flatnonzero(rounds == number))
         gone = [at(part, flat) for part in _pushed(push, chosen, lost)]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from streamlens.measure import metrics as m
 from streamlens.measure.ablation import Plan, Removal, Tick, made_at, of_corrupted, overflowed, positions_mask
 from streamlens.measure.metrics import Logits
-from streamlens.measure.places import ids_on, with_top
-from streamlens.measure.readings import Rows, Table, measure
+from streamlens.measure.places import ids_on, ordinals, with_top
+from streamlens.measure.readings import Readings, Rows, measure
 from streamlens.measure.units import EVERYWHERE, Site, Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import Readouts, TokenBatch
@@ -47,7 +47,7 @@ def estimate_batch(
         tick(1.0)
         readouts = with_top(readouts, batch, hidden.detach(), unembed)
         rows = Rows(batch, places, readouts)
-        table = Table.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
+        table = Readings.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(hidden.detach())
         measure(unembed, rows, clean_rows, [], table, plan.wanted)
         steps = {key: draw.values.get(key, 0.0) - value for key, value in slopes.values.items()}
@@ -122,8 +122,7 @@ def _passes(place_prompt: np.ndarray, target_prompt: np.ndarray, plan: Plan) -> 
     """(metric, whether it is read at places, rows of its table), one row a prompt each."""
     for name in plan.wanted:
         at_place = name in m.POSITION_METRICS
-        prompt = place_prompt if at_place else target_prompt
-        ordinal = np.array([int((prompt[:i] == p).sum()) for i, p in enumerate(prompt)], dtype=np.int64)
+        ordinal = ordinals(place_prompt if at_place else target_prompt)
         for k in range(int(ordinal.max(initial=-1)) + 1):
             yield name, at_place, np.flatnonzero(ordinal == k)
 

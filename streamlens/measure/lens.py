@@ -14,7 +14,7 @@ from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor, nn
 
 from streamlens.errors import InputError
-from streamlens.measure.places import at, flat_index, with_top
+from streamlens.measure.places import at, flat_index, ordinals, with_top
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.run import Run
@@ -125,8 +125,7 @@ class _Reader:
         order = np.argsort(flat)
         self.row, self.target = order[np.searchsorted(flat, at_target, sorter=order)], target
         # One compare serves one target a row.
-        counts: dict[int, int] = {}
-        self.turn = np.array([counts[r] - 1 for r in self.row if not counts.update({r: counts.get(r, 0) + 1})], dtype=np.int64)
+        self.turn = ordinals(self.row)
 
     def read(self, hidden: Float[Tensor, "row width"]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         """(id, rank, logit, probability) `[row, k]` of the top, and (rank, logit, probability) `[target]`."""

@@ -48,12 +48,12 @@ def with_top(readouts: Readouts, batch: TokenBatch, hidden: Float[Tensor, "batch
     return fill_top(readouts, ids)
 
 
-def rounds_of(readouts: Readouts) -> Int64[np.ndarray, " row"]:
-    """The how-many-eth readout of its (prompt, position) each row is: a backward pass serves one at each position."""
-    order = np.lexsort((readouts.position, readouts.prompt))
-    prompt, position = readouts.prompt[order], readouts.position[order]
-    new = np.r_[True, (prompt[1:] != prompt[:-1]) | (position[1:] != position[:-1])]
-    starts = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    rounds = np.empty(len(new), dtype=np.int64)
-    rounds[order] = np.arange(len(new)) - starts
-    return rounds
+def ordinals(*keys: Int64[np.ndarray, " row"]) -> Int64[np.ndarray, " row"]:
+    """The how-many-eth of the rows with its keys each row is, from 0: a backward pass, or a compare, serves one of them."""
+    order = np.lexsort(keys)
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = np.any([key[order][1:] != key[order][:-1] for key in keys], axis=0)
+    starts = np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))
+    out = np.empty(len(order), dtype=np.int64)
+    out[order] = np.arange(len(order)) - starts
+    return out

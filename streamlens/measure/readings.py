@@ -35,14 +35,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Table:
+class Readings:
     """Metrics of one batch: of the clean run `[row]` and under every change `[variant, row]`; nan where a metric's inputs are absent."""
 
     at_position: dict[str, tuple[np.ndarray, np.ndarray]]
     at_target: dict[str, tuple[np.ndarray, np.ndarray]]
 
     @classmethod
-    def empty(cls, n_changes: int, n_places: int, n_targets: int, wanted: tuple[Metric, ...]) -> Table:
+    def empty(cls, n_changes: int, n_places: int, n_targets: int, wanted: tuple[Metric, ...]) -> Readings:
         def full(names: Sequence[str], n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             return {name: (np.full(n, np.nan), np.full((n_changes, n), np.nan)) for name in names}
 
@@ -50,17 +50,17 @@ class Table:
             full([m.name_of(w) for w in m.of_positions(wanted)], n_places), full([w for w in wanted if w in m.TARGET_METRICS], n_targets)
         )
 
-    def of(self, start: int, stop: int) -> Table:
+    def of(self, start: int, stop: int) -> Readings:
         """A view of some of the changes."""
 
         def part(metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
             return {name: (clean, changed[start:stop]) for name, (clean, changed) in metrics.items()}
 
-        return Table(part(self.at_position), part(self.at_target))
+        return Readings(part(self.at_position), part(self.at_target))
 
 
 @torch.no_grad()
-def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Table, wanted: tuple[Metric, ...]) -> None:
+def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Readings, wanted: tuple[Metric, ...]) -> None:
     """Fill a table, one entry of `hidden` a change, chunk by chunk of rows: the clean logits are made once, and only a chunk is held."""
     scratch = None
     for chunk in unembed.chunks(len(clean)):

@@ -10,7 +10,7 @@ from torch import nn
 from streamlens.measure.ablation import Removal, Tick, overflowed
 from streamlens.measure.metrics import Metric
 from streamlens.measure.places import with_top
-from streamlens.measure.readings import Rows, Table, measure
+from streamlens.measure.readings import Readings, Rows, measure
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.rearranged import Order, Rearranged
@@ -37,7 +37,7 @@ def rearrange_batch(
         for order in orders:
             hidden.append(rows.of(rearranged.run(order)))
             tick(cost(order, anatomy.n_layers))
-    table = Table.empty(len(orders), len(rows.place), len(rows.target), wanted)
+    table = Readings.empty(len(orders), len(rows.place), len(rows.target), wanted)
     measure(unembed, rows, rows.of(clean), hidden, table, wanted)
     return Removal(*places, table.at_position, readouts, table.at_target, overflowed([rows.of(clean), *hidden]))
 

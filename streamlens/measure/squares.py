@@ -19,7 +19,6 @@ from streamlens.errors import UnsupportedModelError
 from streamlens.measure.places import flat_index
 from streamlens.models.anatomy import Anatomy, Layer
 from streamlens.prompts import TokenBatch
-from streamlens.stream.changes import places as places_of
 from streamlens.stream.run import Run
 from streamlens.stream.sites import Written, watch_sites
 
@@ -56,7 +55,7 @@ def addends_of(anatomy: Anatomy, unit: str) -> tuple[Addend, ...]:
     if unit == "block":
         return (Addend("embed"), *(Addend("block", index) for index in range(anatomy.n_layers)))
     adds = [(i, add) for i, layer in enumerate(anatomy.layers) for add in layer.adds]
-    return (Addend("embed"), *(Addend(w.kind, i, w.sublayer) for i, add in adds for w in add.writes[: len(places_of(add))]))
+    return (Addend("embed"), *(Addend(w.kind, i, w.sublayer) for i, add in adds for w in add.writes[: len(add.outputs)]))
 
 
 def pairs(n_parts: int) -> tuple[Int64[np.ndarray, " term"], Int64[np.ndarray, " term"]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.prompts import NONE
-from streamlens.stream.changes import Change, places
+from streamlens.stream.changes import Change
 from streamlens.stream.values import Key
 
 UNITS = ("block", "attn", "mlp", "mixer", "head", "expert")
@@ -80,7 +80,7 @@ def variants(
         return tuple(_experts(anatomy, layers, experts or {}))
     adds = ((layer, add) for layer in layers for add in anatomy.layers[layer].adds)
     return tuple(
-        Variant(layer, add.writes[0].sublayer, sites=tuple(Site(layer, path) for path in places(add)))
+        Variant(layer, add.writes[0].sublayer, sites=tuple(Site(layer, path) for path in add.outputs))
         for layer, add in adds
         if {w.kind for w in add.writes} == {unit}
     )

@@ -43,6 +43,11 @@ class Add:
     factors: tuple[float, ...]
     norm: str | None = None
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The modules whose output is what goes into the stream, but for its factor."""
+        return (self.norm,) if self.norm else tuple(w.output for w in self.writes)
+
 
 @dataclass(frozen=True)
 class Segment:

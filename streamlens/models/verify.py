@@ -22,7 +22,6 @@ from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.adds import Miss, watch_adds
-from streamlens.stream.changes import places
 from streamlens.stream.clamp import Clamp
 from streamlens.stream.hooked import hooked_removal
 from streamlens.stream.replay import Replay
@@ -188,7 +187,7 @@ class _Checker:
                 truth[layer] = run.hidden(self.batch.ids, self.batch.mask)
         middle = self.anatomy.layers[n // 2]
         for add in middle.adds:
-            with hooked_removal(self.module, self.anatomy, zeroed={(n // 2, p) for p in places(add)}) as run:
+            with hooked_removal(self.module, self.anatomy, zeroed={(n // 2, p) for p in add.outputs}) as run:
                 truth[add] = run.hidden(self.batch.ids, self.batch.mask)
         error = float("inf")
         for bypass in (True, False):

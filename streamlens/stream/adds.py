@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from streamlens.models.anatomy import Anatomy, Segment
-from streamlens.stream.changes import places
 from streamlens.stream.run import Run, stream_of
 
 
@@ -47,7 +46,7 @@ class _Follower:
         for index, layer in enumerate(anatomy.layers):
             for number, segment in enumerate(layer.segments):
                 for add in segment.adds:
-                    self.factors |= {(index, path): add.factors[i] for i, path in enumerate(places(add))}
+                    self.factors |= {(index, path): add.factors[i] for i, path in enumerate(add.outputs)}
                 if segment.norm:
                     self.norms[index, segment.norm] = number
         self.paths = tuple(dict.fromkeys(path for _, path in (*self.factors, *self.norms)))

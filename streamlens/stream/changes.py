@@ -33,19 +33,14 @@ def block(anatomy: Anatomy, layer: int, value: Tensor | None = None, at: Tensor 
 
 
 def write(layer: int, add: Add, values: Sequence[Tensor | None] | None = None, at: Tensor | None = None) -> tuple[Change, ...]:
-    """An addition to the stream, after its branch norm and before its factor, one value a place of :func:`places`."""
-    paths = places(add)
+    """An addition to the stream, after its branch norm and before its factor, one value for each of its `outputs`."""
+    paths = add.outputs
     return tuple(Change(layer, path, None, value, at) for path, value in zip(paths, values or [None] * len(paths), strict=True))
 
 
 def head(layer: int, attention: Write, index: int, value: Tensor | None = None, at: Tensor | None = None) -> Change:
     """One head's z, at the input of the output projection: projection, branch norm and the rest of the block see the change."""
     return Change(layer, attention.leaf, attention.coordinates(index), value, at)
-
-
-def places(add: Add) -> tuple[str, ...]:
-    """The modules whose output is what an addition puts into the stream, but for its factor."""
-    return (add.norm,) if add.norm else tuple(w.output for w in add.writes)
 
 
 def put(old: Tensor, change: Change, base: Tensor | None = None) -> None:

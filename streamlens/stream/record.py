@@ -14,7 +14,6 @@ from streamlens.errors import InputError
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.attention import returned_pattern, watched_attention
 from streamlens.prompts import TokenBatch
-from streamlens.stream.changes import places
 from streamlens.stream.run import Run
 from streamlens.stream.sites import SITES, watch_sites
 
@@ -44,7 +43,7 @@ def _added(anatomy: Anatomy) -> Iterator[tuple[int, Write]]:
     """The writes that are added by themselves; several behind one norm are added as one, under the first one's name."""
     for index, layer in enumerate(anatomy.layers):
         for add in layer.adds:
-            yield from ((index, write) for write, _ in zip(add.writes, places(add), strict=False))
+            yield from ((index, write) for write, _ in zip(add.writes, add.outputs, strict=False))
 
 
 def resolve(anatomy: Anatomy, sites: Collection[object]) -> dict[str, str]:

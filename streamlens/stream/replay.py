@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from streamlens.models.anatomy import Add, Anatomy, Write
 from streamlens.stream import changes
-from streamlens.stream.changes import Change, places, put
+from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import experts_of, without_experts
 from streamlens.stream.kept import Keep, Kept
 from streamlens.stream.run import Planted, first, stream_of, tensor_name, with_first
@@ -65,7 +65,7 @@ class Replay(Planted):
             run.replace(path, self._block)
         for path in self._whole:
             run.replace(path, lambda *args, path=path, **kwargs: self._reader(path, *args, **kwargs))
-        outputs = [place for layer in anatomy.layers for add in layer.adds for place in places(add)]
+        outputs = [place for layer in anatomy.layers for add in layer.adds for place in add.outputs]
         for path in dict.fromkeys(outputs):
             run.on_output(path, lambda layer, out, _, path=path: self._output(layer, path, out))
         leaves = {(layer, w.leaf): w for layer, w in anatomy.writes()}
@@ -173,7 +173,7 @@ class Replay(Planted):
         for add in self.anatomy.layers[layer].adds:
             if any(w.leaf == leaf for w in add.writes):
                 break
-            before |= {*places(add), *(w.leaf for w in add.writes)}
+            before |= {*add.outputs, *(w.leaf for w in add.writes)}
         before.add(self.anatomy.layers[layer].path)
         return not any(c.layer == layer and c.path in before for variant in self._variants for c in variant)
 

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from streamlens.models.anatomy import Add, Anatomy, Write
-from streamlens.stream.changes import places
 from streamlens.stream.run import Run, stream_of
 
 See = Callable[[str, int, int, Float[Tensor, "batch pos d_model"]], None]
@@ -64,10 +63,10 @@ class _Watcher:
         for index, layer in enumerate(anatomy.layers):
             for segment in layer.segments:
                 for add in segment.adds:
-                    self.adds |= {(index, path): (add, i) for i, path in enumerate(places(add))}
+                    self.adds |= {(index, path): (add, i) for i, path in enumerate(add.outputs)}
                 if segment.norm:
                     self.norms.add((index, segment.norm))
-            mixing = [place for add in layer.adds for w, place in zip(add.writes, places(add), strict=False) if w.kind in _MIXING]
+            mixing = [place for add in layer.adds for w, place in zip(add.writes, add.outputs, strict=False) if w.kind in _MIXING]
             if mixing and layer.reads_mid:
                 self.before_mid.add((index, mixing[-1]))
         self.places = tuple(dict.fromkeys(path for _, path in (*self.adds, *self.norms)))

@@ -29,7 +29,7 @@ def variants(model, n):
         value = torch.randn(n, 7, d_model, generator=generator)
         found += [(changes.block(model.anatomy, layer),), (changes.block(model.anatomy, layer, value, at),)]
         for add in facts.adds:
-            found += [changes.write(layer, add), changes.write(layer, add, [value] * len(changes.places(add)), at)]
+            found += [changes.write(layer, add), changes.write(layer, add, [value] * len(add.outputs), at)]
         for write in (w for w in facts.writes if w.n_heads):
             z = torch.randn(1, 7, write.d_head, generator=generator)
             found += [(changes.head(layer, write, 1),), (changes.head(layer, write, 3, z),)]

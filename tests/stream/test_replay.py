@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from streamlens.stream.changes import places
 from streamlens.stream.hooked import hooked_removal
 from streamlens.stream.replay import Replay
 from tests.models import tiny
@@ -43,12 +42,12 @@ def test_removals_in_any_order(family):
 def test_removals_of_writes_in_any_order(family):
     model = tiny.proven(family)
     changes = [(layer, add) for layer in range(model.n_layers) for add in model.anatomy.layers[layer].adds]
-    truth = [hooked(model, zeroed={(layer, path) for path in places(add)}) for layer, add in changes]
+    truth = [hooked(model, zeroed={(layer, path) for path in add.outputs}) for layer, add in changes]
     with Replay(model.module, model.anatomy) as replay:
         replay.record(IDS, MASK)
         for order in (1, -1):
             for (layer, add), expected in list(zip(changes, truth, strict=True))[::order]:
-                assert gap(replay.without_write(layer, add)[MASK], expected) <= REPLAY, (layer, places(add))
+                assert gap(replay.without_write(layer, add)[MASK], expected) <= REPLAY, (layer, add.outputs)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
