@@ -6,51 +6,25 @@ python run.py [attribution] [source] [neuron] [expert] [memory] [removal] [start
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from timing import MODEL, alternate, peak, peaks_of, plain, ratio, report, tokens
 
 import streamlens as sl
 from streamlens.measure.ablation import Plan, sweep_by_hooks
 from streamlens.measure.units import variants
 from streamlens.prompts import NO_READOUTS, TokenBatch
 
-MODEL = "smollm2-135m"
-
-
-def tokens(model, batch: int, pos: int) -> torch.Tensor:
-    """Random ordinary tokens: timing does not depend on which."""
-    return torch.randint(1000, model.anatomy.n_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
-
-
-def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round, after one warm-up of each."""
-    for side in sides.values():
-        side()
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
-    return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
-
-
-@torch.no_grad()
-def plain(model, ids: torch.Tensor, logits: bool = True) -> torch.Tensor:
-    """A plain forward pass of transformers (sdpa, no cache)."""
-    module = model.module if logits else model.module.get_decoder()
-    return module(input_ids=ids, use_cache=False)[0]
+EVERYWHERE = {"target": "next", "positions": "all"}
 
 
 def attribution(rounds: int) -> None:
@@ -59,7 +33,7 @@ def attribution(rounds: int) -> None:
     sides = {
         "plain": lambda: plain(model, ids),
         "without logits": lambda: plain(model, ids, logits=False),
-        "attribute": lambda: sl.attribute(model, ids, target="next", positions="all"),
+        "attribute": lambda: sl.attribute(model, ids, **EVERYWHERE),
     }
     seconds = alternate(sides, rounds)
     rows = len(sides["attribute"]())
@@ -82,44 +56,34 @@ def transformer_lens(model, ids: torch.Tensor, rounds: int) -> None:
         with torch.no_grad():
             direct_logit_attribution(bridge, ids, answer_tokens=following, unit="head", pos=None)
 
-    sides = {"attribute": lambda: sl.attribute(model, ids, target="next", positions="all"), "theirs": theirs}
+    sides = {"attribute": lambda: sl.attribute(model, ids, **EVERYWHERE), "theirs": theirs}
     seconds = alternate(sides, max(3, rounds // 2))
     report("TransformerLens' attribution of the same / ours", ratio(seconds, "theirs", "attribute"), 3.5, at_least=True)
 
 
+def against_plain(what: str, asked: float, model, ids: torch.Tensor, rounds: int, **how: object) -> None:
+    """One way of attribution beside a plain forward pass with logits."""
+    sides = {"plain": lambda: plain(model, ids), "attribute": lambda: sl.attribute(model, ids, **how)}
+    seconds = alternate(sides, rounds)
+    report(f"{what} / plain forward pass with logits", ratio(seconds, "attribute", "plain"), asked)
+    print(f"    {len(sides['attribute']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+
+
 def source(rounds: int) -> None:
     model = sl.load(MODEL)
-    ids = tokens(model, 1, 256)
-    sides = {"plain": lambda: plain(model, ids), "source": lambda: sl.attribute(model, ids, target=5, by="source")}
-    seconds = alternate(sides, rounds)
-    report("heads by source at one position of 256 tokens / plain forward pass with logits", ratio(seconds, "source", "plain"), 1.3)
-    print(f"    {len(sides['source']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+    against_plain("heads by source at one position of 256 tokens", 1.3, model, tokens(model, 1, 256), rounds, target=5, by="source")
 
 
 def neuron(rounds: int) -> None:
-    model = sl.load(MODEL)
-    ids = tokens(model, 4, 256)
-    sides = {
-        "plain": lambda: plain(model, ids),
-        "neuron": lambda: sl.attribute(model, ids, target="next", positions="all", by="neuron"),
-    }
-    seconds = alternate(sides, max(3, rounds // 2))
-    report("MLPs by neuron, 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "neuron", "plain"), 2.0)
-    print(f"    {len(sides['neuron']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
-    peaks = peaks_of(("plain", "neuron"), max(3, rounds // 2))
+    model, rounds = sl.load(MODEL), max(3, rounds // 2)
+    against_plain("MLPs by neuron, 4 x 256 tokens, all positions", 2.0, model, tokens(model, 4, 256), rounds, **EVERYWHERE, by="neuron")
+    peaks = peaks_of(__file__, ("plain", "neuron"), rounds)
     report("peak memory of the same / plain forward pass", peaks["neuron"] / peaks["plain"], 1.5)
 
 
 def expert(rounds: int) -> None:
-    model = sl.load(mixtral())
-    ids = tokens(model, 4, 256)
-    sides = {
-        "plain": lambda: plain(model, ids),
-        "expert": lambda: sl.attribute(model, ids, target="next", positions="all", by="expert"),
-    }
-    seconds = alternate(sides, max(3, rounds // 2))
-    report("mixtures by expert, 4 x 256 tokens, all positions / plain forward pass with logits", ratio(seconds, "expert", "plain"), 2.2)
-    print(f"    {len(sides['expert']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+    model, rounds = sl.load(mixtral()), max(3, rounds // 2)
+    against_plain("mixtures by expert, 4 x 256 tokens, all positions", 2.2, model, tokens(model, 4, 256), rounds, **EVERYWHERE, by="expert")
 
 
 def lens(rounds: int) -> None:
@@ -165,19 +129,8 @@ def removal(rounds: int) -> None:
 
 
 def memory(rounds: int) -> None:
-    median = peaks_of(("plain", "attribute"), max(3, rounds // 2))
+    median = peaks_of(__file__, ("plain", "attribute"), max(3, rounds // 2))
     report("peak memory of attribution of 4 x 256 tokens / plain forward pass", median["attribute"] / median["plain"], 1.2)
-
-
-def peaks_of(sides: tuple[str, ...], rounds: int) -> dict[str, float]:
-    """The median of each side's peak memory in MiB, every round in a fresh process."""
-    peaks: dict[str, list[int]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side, seen in peaks.items():
-            out = subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True)
-            seen.append(int(out.split()[-1]) // 1024)
-    print(f"    MiB in each fresh process: {peaks}")
-    return {side: statistics.median(seen) for side, seen in peaks.items()}
 
 
 def memory_of(side: str) -> None:
@@ -185,35 +138,12 @@ def memory_of(side: str) -> None:
     model = sl.load(MODEL)
     calls = {
         "plain": lambda ids: plain(model, ids),
-        "attribute": lambda ids: sl.attribute(model, ids, target="next", positions="all"),
-        "neuron": lambda ids: sl.attribute(model, ids, target="next", positions="all", by="neuron"),
+        "attribute": lambda ids: sl.attribute(model, ids, **EVERYWHERE),
+        "neuron": lambda ids: sl.attribute(model, ids, **EVERYWHERE, by="neuron"),
     }
     calls[side](tokens(model, 1, 16))
     ids = tokens(model, 4, 256)
-    before = resident()
-    reset_peak()
-    result = calls[side](ids)
-    print(resource_peak() - before, file=sys.stdout)
-    del result
-
-
-def resident() -> int:
-    return _status("VmRSS")
-
-
-def reset_peak() -> None:
-    """Linux: the high-water mark starts anew from what is resident now."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
-def resource_peak() -> int:
-    return _status("VmHWM") if sys.platform == "linux" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field))
+    print(peak(lambda: calls[side](ids)))
 
 
 def startup(rounds: int) -> None:
@@ -225,11 +155,6 @@ def startup(rounds: int) -> None:
         subprocess.run([sys.executable, "-c", "pass"], check=True)
         seconds.append((bare - start) - (time.perf_counter() - bare))
     report("import streamlens, seconds beyond a bare interpreter", statistics.median(seconds), 0.2)
-
-
-def report(what: str, measured: float, asked: float, at_least: bool = False) -> None:
-    met = measured >= asked if at_least else measured <= asked
-    print(f"{measured:6.2f}  ({'at least' if at_least else 'at most'} {asked:.2f}: {'met' if met else 'MISSED'})  {what}", flush=True)
 
 
 PARTS = {

@@ -7,28 +7,30 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from timing import MODEL, alternate, peak, peaks_of, plain, ratio, report, tokens
 
 import streamlens as sl
 from streamlens.measure import units
 from streamlens.measure.ablation import Plan, sweep_batch, sweep_by_hooks
 from streamlens.prompts import NO_READOUTS, Readouts, TokenBatch
 
-MODEL = "smollm2-135m"
-
 
 class Task:
     """One sweep over random ordinary tokens; timing does not depend on which."""
 
     def __init__(self, model: sl.Model, batch: int, pos: int, changes: tuple, wanted: tuple[str, ...], last: bool = False):
-        ids = torch.randint(1000, model.anatomy.n_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
+        ids = tokens(model, batch, pos)
         self.batch = TokenBatch(np.arange(batch), ids, torch.ones_like(ids, dtype=torch.bool))
         self.model, self.plan = model, Plan(changes, wanted, max_tokens=2048, n_layers=model.n_layers)
         rows = np.arange(batch), np.full(batch, pos - 1)
@@ -64,14 +66,9 @@ def compare(name: str, rounds: int, clock: Callable[[], float]) -> None:
     task, asked = tasks(sl.load(MODEL))[name]
     gaps = (abs(a - b) for a, b in zip(_values(task.ours()), _values(task.hooked()), strict=True))
     gap = max(np.nanmax(g) for g in gaps if not np.isnan(g).all())  # a last token has no loss
-    seconds: dict[str, list[float]] = {"ours": [], "hooked": []}
-    for _ in range(rounds):
-        for side, taken in seconds.items():
-            start = clock()
-            getattr(task, side)()
-            taken.append(clock() - start)
+    seconds = alternate({"ours": task.ours, "hooked": task.hooked}, rounds, clock)
+    report(f"{name}: {len(task.plan.changes)} variants / hooked forward passes", ratio(seconds, "ours", "hooked"), asked)
     ratios = [a / b for a, b in zip(seconds["ours"], seconds["hooked"], strict=True)]
-    report(f"{name}: {len(task.plan.changes)} variants / hooked forward passes", statistics.median(ratios), asked)
     median = {side: round(statistics.median(taken), 2) for side, taken in seconds.items()}
     print(f"    seconds {median}; ratios {min(ratios):.3f} to {max(ratios):.3f}; largest difference of a metric {gap:.1e}", flush=True)
 
@@ -82,38 +79,18 @@ def _values(removal) -> list[np.ndarray]:
 
 
 def memory(rounds: int) -> None:
-    peaks: dict[str, list[int]] = {"plain": [], "sweep": []}
-    for _ in range(rounds):
-        for side, seen in peaks.items():
-            seen.append(int(subprocess.check_output([sys.executable, __file__, f"--memory-of={side}"], text=True).split()[-1]) // 1024)
-    model = sl.load(MODEL)
+    model, peaks = sl.load(MODEL), peaks_of(__file__, ("plain", "sweep"), rounds)
     kept = model.n_layers * 4 * 128 * model.anatomy.d_model * 4 // 2**20
-    median = {side: statistics.median(seen) for side, seen in peaks.items()}
-    report("memory: (peak of the block sweep - kept streams) / plain forward pass", (median["sweep"] - kept) / median["plain"], 1.5)
-    print(f"    MiB in each fresh process: {peaks}; kept streams {kept}")
+    report("memory: (peak of the block sweep - kept streams) / plain forward pass", (peaks["sweep"] - kept) / peaks["plain"], 1.5)
+    print(f"    kept streams {kept} MiB")
 
 
 def memory_of(side: str) -> None:
-    """Print the peak resident set of one call less what the loaded, warmed-up process holds, in KiB (Linux)."""
+    """Print the peak of one call of the loaded, warmed-up process, in KiB."""
     model = sl.load(MODEL)
     task, _ = tasks(model)["blocks"]
-    with torch.no_grad():
-        model.module(input_ids=task.batch.ids[:1, :16], use_cache=False)
-        before = _status("VmRSS")
-        with open("/proc/self/clear_refs", "w") as file:  # the high-water mark starts anew from what is resident now
-            file.write("5")
-        result = task.ours() if side == "sweep" else model.module(input_ids=task.batch.ids, use_cache=False)
-    print(_status("VmHWM") - before)
-    del result
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(field))
-
-
-def report(what: str, measured: float, asked: float) -> None:
-    print(f"{measured:6.2f}  (at most {asked:.2f}: {'met' if measured <= asked else 'MISSED'})  {what}", flush=True)
+    plain(model, task.batch.ids[:1, :16])
+    print(peak(task.ours if side == "sweep" else lambda: plain(model, task.batch.ids)))
 
 
 def main() -> None:

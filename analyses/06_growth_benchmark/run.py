@@ -7,52 +7,32 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from timing import MODEL, alternate, plain, ratio, report, tokens
 
 import streamlens as sl
 from streamlens import frames
 from streamlens.measure.growth import SITES, Column, Measured
 from streamlens.prompts import parse
 
-MODEL = "smollm2-135m"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-def tokens(model, batch: int, pos: int) -> torch.Tensor:
-    """Random ordinary tokens: timing does not depend on which."""
-    return torch.randint(1000, model.anatomy.n_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
-
-
-def alternate(sides: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each side in each round, after one warm-up of each."""
-    for side in sides.values():
-        side()
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            start = clock()
-            side()
-            seconds[name].append(clock() - start)
-    return seconds
-
-
-@torch.no_grad()
-def plain(model, ids: torch.Tensor) -> torch.Tensor:
-    """A plain forward pass of transformers without logits (sdpa, no cache)."""
-    return model.module.get_decoder()(input_ids=ids, use_cache=False)[0]
 
 
 def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], **chosen: object) -> None:
     model = sl.load(MODEL)
     ids = tokens(model, 4, 256)
-    sides = {"plain": lambda: plain(model, ids), "norms": lambda: sl.norms(model, ids, **chosen)}
+    sides = {"plain": lambda: plain(model, ids, logits=False), "norms": lambda: sl.norms(model, ids, **chosen)}
     seconds = alternate(sides, rounds, clock)
-    ratio = statistics.median(a / b for a, b in zip(seconds["norms"], seconds["plain"], strict=True))
-    report(f"{what}, 4 x 256 tokens / plain forward pass without logits", ratio, asked)
+    report(f"{what}, 4 x 256 tokens / plain forward pass without logits", ratio(seconds, "norms", "plain"), asked)
     print(f"    {len(sides['norms']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
 
 
@@ -74,10 +54,6 @@ def frame(rounds: int, clock: Callable[[], float]) -> None:
     labels = frames.Labels(None, prompts)
     seconds = alternate({"frame": lambda: frames.norms([measured], labels)}, rounds, clock)["frame"]
     report(f"seconds for a table of {1024 * len(columns)} rows", statistics.median(seconds), 1.0)
-
-
-def report(what: str, measured: float, asked: float) -> None:
-    print(f"{measured:6.3f}  (at most {asked:.2f}: {'met' if measured <= asked else 'MISSED'})  {what}", flush=True)
 
 
 PARTS = {"norms": norms, "heads": heads, "frame": frame}
