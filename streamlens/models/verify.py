@@ -7,7 +7,7 @@ named row must be reached, a zeroed write must move the logit by its row, and re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from streamlens.errors import UnsupportedModelError
 from streamlens.measure.attribution import Component, Shares, attribute_batch, components
 from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy, Write
+from streamlens.models.blocks import prove_blocks
 from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
@@ -61,8 +62,8 @@ def probe_ids(module: nn.Module) -> Tensor:
 
 
 def probe_batch(module: nn.Module) -> TokenBatch:
-    """The probe prompts at their two lengths, padded."""
-    ids = probe_ids(module)
+    """The probe prompts backwards, other prompts than the anatomy was found on, at their two lengths, padded."""
+    ids = probe_ids(module).flip(1)
     mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
     return TokenBatch(np.arange(2), torch.where(mask, ids, ids[0, 0]), mask)
 
@@ -72,21 +73,39 @@ def prove(module: nn.Module, anatomy: Anatomy, skip: bool = False) -> tuple[Anat
 
     `skip` measures the logit map only, for a model whose bytes are known to have passed. Raises :class:`UnsupportedModelError`.
     """
-    batch = probe_batch(module)
+    batch, watched = probe_batch(module), _Watched()
     with torch.no_grad(), Run.of(module, anatomy) as run:
+        if not skip:
+            watched.plant(run, anatomy, batch.mask)
         hidden, logits = (x[batch.mask.to(x.device)] for x in run.logits(batch.ids, batch.mask))
         if not bool(torch.isfinite(logits).all()):
             raise UnsupportedModelError(f"{type(module).__name__}: its logits are not finite")
         anatomy = replace(anatomy, logits=fit_logit_map(module, module.get_submodule(anatomy.unembed)(hidden), logits))
+    if anatomy.n_streams > 1:
+        bypass, error, printed = prove_blocks(module, anatomy, batch, hidden, logits)
+        return replace(anatomy, bypass=bypass), Proof(replay=error, printed=printed)
     if skip:
         return anatomy, Proof()
     with borrowed(module):  # parts are called by themselves too, and an adapter's dropout would still act
         checker = _Checker(module, anatomy, batch)
         additivity, printed = checker.rows(logits)
-        stream, heads = checker.writes()
+        stream, heads = checker.writes(watched)
         interventions = checker.interventions()
         bypass, error = checker.replay()
     return replace(anatomy, bypass=bypass), Proof(additivity, stream, interventions, heads, error, printed)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What one pass shows of every addition and of every attention's projection."""
+
+    misses: list[Miss] = field(default_factory=list)
+    projected: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what goes in and out, by the projection's path
+
+    def plant(self, run: Run, anatomy: Anatomy, mask: Tensor) -> None:
+        watch_adds(run, anatomy, self.misses.append)
+        for path in {w.leaf for _, w in anatomy.writes() if w.n_heads}:
+            run.on_output(path, lambda _, out, z, path=path: self.projected.__setitem__(path, (_rows(z, mask), _rows(out, mask))))
 
 
 class _Checker:
@@ -121,24 +140,17 @@ class _Checker:
         return next((_label(Component(*place)) for place, any_share in reached.items() if not any_share), None)
 
     @torch.no_grad()
-    def writes(self) -> tuple[float, float]:
-        """On other prompts: each block is stream in plus writes to one rounding an add, and heads plus bias are each attention's write."""
-        misses: list[Miss] = []
-        projections = {w.leaf: w for _, w in self.anatomy.writes() if w.n_heads}
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        with Run.of(self.module, self.anatomy) as run:
-            watch_adds(run, self.anatomy, misses.append)
-            for path in projections:
-                run.on_output(path, lambda _, out, z, path=path: seen.__setitem__(path, (_flat(z), _flat(out))))
-            run.hidden(probe_ids(self.module).flip(1))
-        worst = max(misses, key=lambda miss: float("inf") if miss.roundings != miss.roundings else miss.roundings)
+    def writes(self, watched: _Watched) -> tuple[float, float]:
+        """Each block is stream in plus writes to one rounding an add, and heads plus bias are each attention's write."""
+        worst = max(watched.misses, key=lambda miss: float("inf") if miss.roundings != miss.roundings else miss.roundings)
         self._demand(
             worst.roundings <= SLACK,
             f"layer {worst.layer}: stream in plus its writes misses stream out by {worst.relative:.2g} of its largest value, "
             f"{worst.roundings:.3g} times what rounding its sums allows",
         )
-        heads = max((self._heads(projections[path], *values) for path, values in seen.items()), default=0.0)
-        return max(miss.relative for miss in misses), heads
+        writes = {w.leaf: w for _, w in self.anatomy.writes()}
+        heads = max((self._heads(writes[path], *values) for path, values in watched.projected.items()), default=0.0)
+        return max(miss.relative for miss in watched.misses), heads
 
     def _heads(self, write: Write, z: Float[Tensor, "row width"], out: Float[Tensor, "row d_out"]) -> float:
         """How far the heads' parts through their projection, plus its bias, are from its output."""
@@ -206,7 +218,8 @@ class _Checker:
         worst, middle = 0.0, anatomy.n_layers // 2
         with Replay(self.module, anatomy) as replay:
             replay.record(self.batch.ids, self.batch.mask)
-            for what in (*layers, *anatomy.layers[middle].adds, *reversed(layers[:-1])):
+            # A block before an earlier one and after it: what a replay leaves behind would show in the next.
+            for what in (middle, *(n for n in layers if n != middle), *anatomy.layers[middle].adds):
                 hidden = replay.without_blocks({what}) if isinstance(what, int) else replay.without_write(middle, what)
                 gap = (hidden - truth[what])[self.batch.mask.to(hidden.device)].double().abs().max()
                 gap = float(gap / truth[what].double().abs().max())
@@ -243,8 +256,8 @@ class _Checker:
             raise UnsupportedModelError(f"{self.name} cannot be read exactly: {message}")
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).clone()
+def _rows(x: Tensor, mask: Tensor) -> Float[Tensor, "row width"]:
+    return x.reshape(-1, x.shape[-1])[mask.flatten().to(x.device)]
 
 
 def _label(c: Component) -> str:

@@ -196,15 +196,9 @@ def test_a_model_that_answers_differently_each_time_is_refused():
 def test_logits_that_are_not_finite_are_refused():
     module = tiny.model("llama")
     with torch.no_grad():
-        module.lm_head.weight.mul_(1e38)
+        module.lm_head.weight[7] = 3e38
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM: its logits are not finite"):
         sl.load(module)
-
-
-def test_gemma3n_is_refused_by_name():
-    """Its low-rank write is added inside an average with attention, on four streams at once: refused, never wrong."""
-    with pytest.raises(UnsupportedModelError, match=r"layer 0 .*the stream is not one vector a token"):
-        sl.load(tiny.model("gemma3n"))
 
 
 def test_an_unembedding_that_is_more_than_its_rows_is_refused():
