@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from tqdm import tqdm
 
-from streamlens.errors import InputError, choice
+from streamlens.errors import InputError, UnsupportedModelError, choice
 from streamlens.measure.metrics import DEFAULT, METRICS, Metric
 from streamlens.models.loaded import Model
 from streamlens.prompts import Prompts, TokenBatch, batches, parse
@@ -60,20 +60,36 @@ def several(parameter: str, value: object, legal: Collection[str]) -> tuple[str,
     return tuple(dict.fromkeys(given))
 
 
-def arguments_of(given: Mapping[str, object]) -> dict[str, object]:
+def arguments_of(given: Mapping[str, object], whole_blocks: bool = False) -> dict[str, object]:
     """A call's arguments, from its `locals()`, as they stand in a table's attributes: without what changes no number.
 
-    Those that every call has are checked: raises :class:`InputError` for a model that is not from :func:`load` and for another `check`.
+    Those that every call has are checked: raises :class:`InputError` for a model that is not from :func:`load` and for another `check`,
+    and what :func:`opened` raises.
     """
-    opened(given["model"])
+    opened(given["model"], whole_blocks)
     choice("check", given["check"], CHECKS)
     return {name: value for name, value in given.items() if name not in ("model", "prompts", "progress", "resume")}
 
 
-def opened(model: object) -> None:
-    """Raise :class:`InputError` for what did not come from :func:`load`: a module whose stream nobody has proven."""
+def opened(model: object, whole_blocks: bool = False) -> None:
+    """Raise :class:`InputError` for what did not come from :func:`load`: a module whose stream nobody has proven.
+
+    Raises :class:`UnsupportedModelError` for a model of several vectors a token, unless the call needs `whole_blocks` only.
+    """
     if not isinstance(model, Model):
         raise InputError(f"model must come from sl.load(...); got {type(model).__name__}")
+    if not whole_blocks:
+        demand_one_stream(model)
+
+
+def demand_one_stream(model: Model) -> None:
+    """Refuse what reads or changes single writes of a stream in which they have no place of their own."""
+    if model.anatomy.n_streams > 1:
+        raise UnsupportedModelError(
+            f"{model.name} keeps {model.anatomy.n_streams} vectors a token and mixes them by coefficients that the data make, so what a "
+            "sublayer writes has no place of its own: only whole blocks can be changed (sl.ablate with unit='block' and method='remove', "
+            "sl.prune in greedy, random or your own order, sl.rearrange)"
+        )
 
 
 def parsed_for(model: Model, prompts: object) -> Prompts:

@@ -102,6 +102,12 @@ _DOTS3_SLIDING = {
     "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 12,
 }
+_COMPRESSED = {
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "index_topk": 1,
+}
 _QWEN4_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2}
 _PERSIMMON = {
     "model_type": "persimmon",
@@ -334,6 +340,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _MLA | {"first_k_dense_replace": 1}),
     "deepseek_v32": ("DeepseekV32Config", _MLA | {"first_k_dense_replace": 1}),
     "deepseek_v4": ("DeepseekV4Config", {}),
+    "deepseek_v4_compressed": ("DeepseekV4Config", _COMPRESSED),
     "youtu": ("YoutuConfig", _MLA),
     "longcat_flash": ("LongcatFlashConfig", _MLA | {"num_layers": 2, "zero_expert_num": 2, "head_dim": 4}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _MLA),

@@ -44,8 +44,8 @@ def ablate(
     `unit`: "block", "attn", "mlp" or "mixer" (what each adds to the stream, after its branch norm, multiplier and biases; a norm on the
     stream itself still acts, but for a block), "head" (its z, before the output projection and the branch norm, whose biases stay),
     "expert" (its routed output). Everything after is recomputed. `layers`, `heads` (indices, or (layer, head) pairs): which, each
-    alone and in turn, all by default. `span`: so many neighbouring blocks together, a list of such numbers, or "all" for every
-    (start, length).
+    alone and in turn, all by default; as {name: which} each named `set` is changed together (a circuit, or all but a circuit). `span`:
+    so many neighbouring blocks together, a list of such numbers, or "all" for every (start, length).
 
     `method`: "remove" or "zero"; "mean" over all tokens but the first of the `reference` prompts, "positional_mean" by position (at least
     `min_count` tokens each), "resample" from `n_samples` others of them, drawn with `seed`; `reference` is prompts or {name: prompts} and
@@ -66,7 +66,7 @@ def ablate(
     Sources: Veit et al. 2016 and Men et al. 2024 (block removal), Wang et al. 2022 (mean ablation), Chan et al. 2022 (resampling), Zhang
     and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).
     """
-    arguments = arguments_of(locals())
+    arguments = arguments_of(locals(), whole_blocks=True)
     sweep = prepare(model, prompts, arguments)
     parts = []
     with bar(sweep.passes, progress, f"{method} {unit}") as tick:

@@ -21,7 +21,7 @@ def card(model: Model) -> pd.DataFrame:
     load saw, not what the config or the family's name says. 0 stands for an absent number, "none" for an absent kind, nan
     for an absent softcap (and for a multiplier that is not one number).
     """
-    opened(model)
+    opened(model, whole_blocks=True)
     facts = config_facts(model.module, Counter(layer.path for layer in model.anatomy.layers))
     facts["n_layers"] = model.n_layers
     facts |= placement_facts(model.module, model.anatomy, probe_ids(model.module))

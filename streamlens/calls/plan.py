@@ -34,7 +34,7 @@ def plan(call: Callable, model: Model, prompts: object, **arguments: object) -> 
     what the largest batch needs beside the weights: kept streams, one pass, and logits; `disk` what `resume` would keep, at most.
     A target "top2" or more that repeats another makes fewer rows. Raises :class:`InputError`.
     """
-    opened(model)
+    opened(model, whole_blocks=True)
     planner = {ablate: _ablation, rearrange: _rearrangement, prune: _pruning}.get(call)
     if planner is None:
         raise InputError(f"call must be sl.ablate, sl.rearrange or sl.prune; got {getattr(call, '__name__', call)!r}")
@@ -112,7 +112,7 @@ def _memory(model: Model, read: Reading, n_variants: int) -> int:
     """Bytes of kept streams, unembedding inputs, one pass's activations and four chunks of logits."""
     anatomy, item = model.anatomy, model.dtype.itemsize
     tokens = max(b.ids.numel() for b in read.batches)
-    kept = anatomy.n_layers * tokens * anatomy.d_model
+    kept = anatomy.n_layers * tokens * anatomy.d_model * anatomy.n_streams
     rows = max(sum(len(read.where[i]) for i in b.index) for b in read.batches)
     hidden = min(n_variants * rows * anatomy.d_model, KEPT_ELEMENTS)
     down = [model.module.get_submodule(w.down).weight.numel() // anatomy.d_model for _, w in anatomy.writes() if w.kind == "mlp" and w.down]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, arguments_of, parsed_for, watched
+from streamlens.arguments import MAX_TOKENS, arguments_of, demand_one_stream, parsed_for, watched
 from streamlens.calls.reading import Reading, demand_inputs, reading
 from streamlens.checks import demand_finite
 from streamlens.errors import InputError, choice, whole
@@ -52,7 +52,7 @@ def prune(
 
     Sources: Men et al. 2024 (ShortGPT), Gromov et al. 2024 (angular).
     """
-    arguments = arguments_of(locals())
+    arguments = arguments_of(locals(), whole_blocks=True)
     orders = orders_to_prune(model, arguments)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     found: list[tuple[str, Step]] = []
@@ -80,6 +80,8 @@ def orders_to_prune(model: Model, given: Mapping[str, object]) -> dict[str, tupl
     out = {}
     for name, layers in _named(model, given["order"]).items():
         n = (last if layers is None else min(len(layers), last)) if steps is None else steps
+        if layers is None and name in ("shortgpt", "angular"):
+            demand_one_stream(model)
         if layers is not None and len(layers) < n:
             raise InputError(f"order {name!r} must name steps={n} blocks or more; got {len(layers)}")
         out[name] = layers, n

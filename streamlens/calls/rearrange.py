@@ -39,7 +39,7 @@ def rearrange(
 
     Sources: Veit et al. 2016, Lad et al. 2024, Sun et al. 2024 (Transformer Layers as Painters).
     """
-    arguments = arguments_of(locals())
+    arguments = arguments_of(locals(), whole_blocks=True)
     orders = orders_of(model, order)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     parts, n_tokens = [], sum(b.ids.numel() for b in read.batches)

@@ -22,7 +22,7 @@ def without_blocks(model: Model, layers: object) -> nn.Module:
     the same blocks by replay on two tiny prompts. Raises :class:`InputError` for indices outside the model or all of them, and
     :class:`UnsupportedModelError` for a family whose config cannot say which blocks are left.
     """
-    opened(model)
+    opened(model, whole_blocks=True)
     removed = chosen_layers(model, layers)
     if len(removed) == model.n_layers:
         raise InputError(f"layers must leave a block of {model.n_layers}; got all of them")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streamlens.arguments import chosen_layers, chosen_metrics, parsed_for
+from streamlens.arguments import chosen_layers, chosen_metrics, demand_one_stream, parsed_for
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.replacing import METHODS, Reference, reference_of
 from streamlens.errors import InputError, choice, whole
@@ -54,6 +54,8 @@ def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep
     unit, method = given["unit"], given["method"]
     choice("unit", unit, units.UNITS)
     choice("method", method, METHODS)
+    if unit != "block" or method not in ("remove", "zero"):
+        demand_one_stream(model)
     for name, least in (("n_samples", 1), ("seed", 0), ("min_count", 1)):
         whole(name, given[name], least)
     n_samples, seed = int(given["n_samples"]), int(given["seed"])

@@ -103,6 +103,8 @@ class Anatomy:
     unembed_bias: bool = False
     logits: LogitMap = LogitMap()
     clones: bool = False  # the family adds in place, so writes are passed on as copies
+    n_streams: int = 1  # vectors a token; where there are several, no write is known and only whole blocks can be changed
+    stream_axes: tuple[int, int] = (0, 1)  # which axes of what a block is given are batch and position
     bypass: bool = True  # finished blocks can be skipped in a replay (false where they also make keys and values for later ones)
 
     @property

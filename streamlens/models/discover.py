@@ -19,6 +19,7 @@ from streamlens.models import structure as tree
 from streamlens.models.anatomy import Add, Anatomy, Layer, Segment, Write
 from streamlens.models.attention import watched_attention
 from streamlens.models.norms import NormForm, fit
+from streamlens.models.streams import anatomy_of_blocks
 from streamlens.models.structure import Structure, structure
 from streamlens.stream.readout import Readout
 from streamlens.stream.run import Run
@@ -51,6 +52,10 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
     if not entered or len(entered) != n_layers:
         raise UnsupportedModelError(f"{type(module).__name__}: its blocks could not be followed ({n_layers} applications seen)")
     forms = _norm_forms(module, found, calls)
+    if any(len(c.x) != ids.numel() for c in entered):
+        blocks = anatomy_of_blocks(module, found, [c.path for c in entered], forms, ids)
+        if blocks is not None:
+            return blocks
     writes = _candidates(module, calls)
     draft = Anatomy(
         d_model=entered[0].x.shape[-1],

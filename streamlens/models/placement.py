@@ -18,10 +18,12 @@ def placement_facts(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> dict[st
 
     `norm_placement`: "pre" (only what a sublayer reads is normed), "sandwich" (and what it writes), "reordered" (only what it
     writes), "post" (the stream itself, after an addition), "none". Kinds and placements that differ between layers are joined by " and ".
+    With several `streams`, vectors a token, what only writes and norms on their way can tell is "unknown".
     """
     factors = {round(f, 6) for layer in anatomy.layers for add in layer.adds for f in add.factors if add.norm is None or f != 1.0}
     scales = {round(s.scale, 6) for layer in anatomy.layers for s in layer.segments}
-    return {
+    facts = {
+        "streams": anatomy.n_streams,
         "norm": _joined(_kind(form) for form in anatomy.norms.values()),
         "norm_placement": _joined(_placement(layer, anatomy) for layer in anatomy.layers),
         "final_norm": any(layer == anatomy.n_layers for layer, _ in anatomy.path_norms),
@@ -33,11 +35,20 @@ def placement_facts(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> dict[st
         "logit_multiplier": anatomy.logits.multiplier,
         "logit_softcap": float("nan") if anatomy.logits.cap is None else anatomy.logits.cap,
     }
+    return facts if anatomy.n_streams == 1 else facts | _UNKNOWN
+
+
+_UNKNOWN = dict.fromkeys(("norm_placement", "final_norm", "parallel", "writes_per_layer"), "unknown") | dict.fromkeys(
+    ("residual_multiplier", "stream_multiplier"), float("nan")
+)
+"""What only an anatomy with writes can tell."""
 
 
 @torch.no_grad()
 def embedding_multiplier(module: nn.Module, anatomy: Anatomy, ids: Tensor) -> float:
     """What the token's row of the embedding matrix is multiplied with on its way into the stream; nan where it is more than that."""
+    if anatomy.n_streams > 1:
+        return float("nan")
     entered: list[Tensor] = []
     with Run.of(module, anatomy) as run:
         watch_sites(run, anatomy, ("resid_pre",), lambda site, layer, sub, x: entered.append(x.double()) if layer == 0 else None)

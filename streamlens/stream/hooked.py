@@ -14,6 +14,7 @@ from streamlens.stream import changes
 from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import without_experts
 from streamlens.stream.run import Run, stream_of, tensor_name
+from streamlens.stream.streams import by_token
 
 
 @contextmanager
@@ -27,14 +28,14 @@ def hooked(module: nn.Module, anatomy: Anatomy, made: Sequence[Change] = ()) -> 
             if change.expert >= 0:
                 gone = [(0, change.at, change.expert)]
                 run.on_input(change.path, lambda layer, named, c=change, gone=gone: _if(c, layer, lambda: without_experts(named, gone, 1)))
+            elif change.path == anatomy.layers[change.layer].path:
+                run.on_output(
+                    change.path, lambda layer, out, _, c=change: _if(c, layer, lambda: _block_changed(anatomy, out, c, entered[layer]))
+                )
             elif change.part is not None:
                 run.on_input(change.path, lambda layer, named, c=change: _if(c, layer, lambda: _input_changed(run, named, c)))
             else:
-                base = entered if change.path == anatomy.layers[change.layer].path else {}
-                run.on_output(
-                    change.path,
-                    lambda layer, out, _, c=change, base=base: _if(c, layer, lambda: _changed(run, out, c, base.get(layer))),
-                )
+                run.on_output(change.path, lambda layer, out, _, c=change: _if(c, layer, lambda: _changed(run, out, c)))
         yield run
 
 
@@ -47,9 +48,15 @@ def _input_changed(run: Run, named: dict[str, Any], change: Change) -> dict[str,
     return named | {name: _changed(run, named[name], change)}
 
 
-def _changed(run: Run, old: Tensor, change: Change, base: Tensor | None = None) -> Tensor:
+def _changed(run: Run, old: Tensor, change: Change) -> Tensor:
     new = old.clone(memory_format=torch.contiguous_format)
-    put(new.view(*run.shape, -1), change, base=base)
+    put(new.view(*run.shape, -1), change)
+    return new
+
+
+def _block_changed(anatomy: Anatomy, old: Tensor, change: Change, entered: Tensor) -> Tensor:
+    new = old.clone()
+    put(by_token(new, anatomy), change, base=by_token(entered, anatomy))
     return new
 
 

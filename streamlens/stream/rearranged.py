@@ -69,7 +69,7 @@ class Rearranged(Planted):
             if not torch.equal(first(call.out), stream_of(after.args, after.kwargs)):
                 raise self._refusal(f"something stands between its blocks {layer} and {layer + 1}")
             rest = call.out[1:] if isinstance(call.out, (tuple, list)) else ()
-            if any(v is given for v in rest if isinstance(v, Tensor) for given in (*after.args, *after.kwargs.values())):
+            if any(_same(v, given) for v in _tensors(rest) for given in _tensors((*after.args, *after.kwargs.values()))):
                 raise self._refusal(f"block {layer} hands more than its stream to the next")
         return hidden
 
@@ -117,7 +117,11 @@ def _same_beside_stream(one: tuple[tuple, dict[str, Any]], other: tuple[tuple, d
     a, b = (_tensors((*args, *kwargs.values())) for args, kwargs in (one, other))
     streams = [stream_of(*call) for call in (one, other)]
     a, b = ([t for t in side if t is not stream] for side, stream in zip((a, b), streams, strict=True))
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _tensors(value: Any) -> list[Tensor]:

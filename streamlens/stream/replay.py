@@ -21,6 +21,7 @@ from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import experts_of, without_experts
 from streamlens.stream.kept import Keep, Kept
 from streamlens.stream.run import Planted, first, stream_of, tensor_name, with_first
+from streamlens.stream.streams import by_token
 
 See = Callable[[int, Write, Tensor], None]
 """Receives (layer, write, value at its leaf: z where it has heads, else its raw output), as it passes by."""
@@ -135,19 +136,22 @@ class Replay(Planted):
             return output
         if layer < self._resume and self.anatomy.bypass:
             # Only what the last finished block hands on is read.
-            stream = stream_of(args, kwargs) if layer < self._resume - 1 else self._copies(self._clean.get(layer))
+            is_last = layer == self._resume - 1
+            stream = self._copies(self._clean.get(layer), self.anatomy.stream_axes[0]) if is_last else stream_of(args, kwargs)
             return with_first(self._frames[layer], self._kept(stream))
         made = self._made(layer, self.anatomy.layers[layer].path) if any(self._variants) else []
         if not made:
             return original(*args, **kwargs)
         # A block may add to its input in place.
         entered = stream_of(args, kwargs).clone()
-        skipped = self.anatomy.bypass and len(made) == len(self._variants) and all(c.at is None for _, c in made)
+        # What a block hands on beside its stream is the clean pass's only where it starts from the clean stream.
+        known = layer == self._resume or not _holds_tensors(self._frames[layer])
+        skipped = self.anatomy.bypass and known and len(made) == len(self._variants) and all(c.at is None for _, c in made)
         # Where later blocks take keys and values from this one, they are still made.
         output = self._frames[layer] if skipped else original(*args, **kwargs)
         out = entered.clone() if skipped else first(output).clone()
         for number, change in made:
-            put(self._rows(out)[number], change, base=self._rows(entered)[number])
+            put(self._streams(out)[number], change, base=self._streams(entered)[number])
         return with_first(output, out)
 
     # -- inside blocks -------------------------------------------------------------------------------------------
@@ -215,9 +219,15 @@ class Replay(Planted):
         """`[variant, batch, pos, width]` of a tensor over the enlarged batch, whether or not its tokens are flattened."""
         return x.view(len(self._variants), -1, self._run.shape[1], x.shape[-1])
 
-    def _copies(self, x: Tensor) -> Tensor:
-        """One copy of a batch for every variant, under one another."""
-        return x.repeat(len(self._variants), *[1] * (x.dim() - 1)) if len(self._variants) > 1 else x
+    def _streams(self, x: Tensor) -> Tensor:
+        """`[variant, .., batch, pos, d_model]` of what a block is given or returns."""
+        if self.anatomy.n_streams == 1:
+            return self._rows(x)
+        return by_token(x, self.anatomy).unflatten(-3, (len(self._variants), -1)).movedim(-4, 0)
+
+    def _copies(self, x: Tensor, batch: int = 0) -> Tensor:
+        """One copy of a batch for every variant, under one another along the axis `batch`."""
+        return torch.cat([x] * len(self._variants), dim=batch) if len(self._variants) > 1 else x
 
     def _kept(self, stream: Tensor) -> Tensor:
         return stream.clone() if self.anatomy.clones else stream
