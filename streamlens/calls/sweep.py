@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from streamlens.arguments import chosen_layers, chosen_metrics, demand_one_stream, parsed_for
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.replacing import METHODS, Reference, reference_of
+from streamlens.calls.sets import sets_of
 from streamlens.errors import InputError, choice, whole
 from streamlens.measure import units
 from streamlens.measure.ablation import Plan, sampled
@@ -96,15 +97,17 @@ def _sloped(metrics: object) -> tuple[str, ...]:
 
 
 def _changes(model: Model, unit: str, given: Mapping[str, object]) -> tuple[Variant, ...]:
-    layers = chosen_layers(model, given["layers"])
     spans = _spans(given["span"], unit, model.n_layers)
-    heads = _heads(model, given["heads"], unit)
     experts = experts_of(model.module, model.anatomy) if unit == "expert" else None
-    changes = units.variants(model.anatomy, unit, layers, spans, heads, experts)
-    if not changes:
-        what = "such a span" if unit == "block" else "one"
-        raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has {what}")
-    return changes
+    changes: list[Variant] = []
+    for name, layers, heads in sets_of(given["layers"], given["heads"], given["span"]):
+        chosen = chosen_layers(model, layers)
+        found = units.variants(model.anatomy, unit, chosen, spans, _heads(model, heads, unit, chosen), experts)
+        if not found:
+            what = "such a span" if unit == "block" else "one"
+            raise InputError(f"unit={unit!r}: none of the chosen layers of {model.name} has {what}")
+        changes += [units.together(name, found)] if name else found
+    return tuple(changes)
 
 
 def _spans(span: object, unit: str, n_layers: int) -> tuple[int, ...]:
@@ -121,7 +124,7 @@ def _spans(span: object, unit: str, n_layers: int) -> tuple[int, ...]:
     return tuple(sorted({int(n) for n in lengths}))
 
 
-def _heads(model: Model, heads: object, unit: str) -> Collection[int | tuple[int, int]] | None:
+def _heads(model: Model, heads: object, unit: str, layers: Collection[int]) -> Collection[int | tuple[int, int]] | None:
     """Heads of every layer, or (layer, head)s."""
     if heads is None:
         return None
@@ -136,6 +139,8 @@ def _heads(model: Model, heads: object, unit: str) -> Collection[int | tuple[int
         if head not in legal or isinstance(head, bool):
             there = f", 0 to {max(w.n_heads for _, w in model.anatomy.writes()) - 1}," if legal else ", which has none,"
             raise InputError(f"heads must be heads of {model.name}{there} or a list of (layer, head) pairs; got {head!r}")
+        if isinstance(head, tuple) and head[0] not in layers:
+            raise InputError(f"heads must lie in the chosen layers; got {head}")
     if not chosen:
         raise InputError("heads must name at least one head; got none")
     return chosen
@@ -158,8 +163,11 @@ def _columns(
 ) -> dict[str, Sequence]:
     n = len(changes)
     columns: dict[str, Sequence] = {"unit": [unit] * n, "method": [method] * n}
+    places = [replace(c, layer=NONE, sublayer=NONE, span=1) if c.name else c for c in changes]  # a set has no place of its own
     names = ["layer", "sublayer", "span", "head", *["expert"] * (unit == "expert"), *["at"] * placed]
-    columns |= {name: [getattr(c, name) for c in changes] for name in names}
+    columns |= {name: [getattr(c, name) for c in places] for name in names}
+    if changes[0].name:
+        columns["set"] = [c.name for c in changes]
     if reference.name:
         columns["reference"] = [reference.name] * n
     if seed is not None:

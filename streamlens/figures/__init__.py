@@ -3,7 +3,7 @@
 Every function takes `ax=`; without it the Axes are on a figure of their own, which Jupyter shows as `ax.figure`.
 """
 
-from streamlens.figures.ablated import ablated_heads, spans
+from streamlens.figures.ablated import ablated_heads, ablated_positions, spans
 from streamlens.figures.ablation import removal
 from streamlens.figures.agreement import agreement
 from streamlens.figures.attribution import heads, waterfall
@@ -21,6 +21,7 @@ from streamlens.figures.writes import gradients, writes
 
 __all__ = [
     "ablated_heads",
+    "ablated_positions",
     "agreement",
     "depth_use",
     "effects",

@@ -50,6 +50,7 @@ def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: 
         got = ", ".join(rows["unit"].unique())
         heads = "; of heads figures.ablated_heads draws a map" if "head" in got else ""
         raise InputError(f"df must hold the units block, attn, mlp or mixer, one curve each; got {got}{heads}")
+    frames.demand_layers(rows)
     frames.refuse_several(rows, by)
     frames.refuse_several(rows[rows["unit"] != "block"], by, names=["sublayer"])  # a block has none, -1
     frames.refuse_targets(rows, by, may=" or name it in by=")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+import matplotlib as mpl
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
 _WORDS = {"mlp": "MLP", "mlp_bias": "MLP bias", "pos_embed": "pos. embed", "neuron_rest": "other neurons"}
@@ -34,6 +37,14 @@ def visible(text: str, longest: int = 24) -> str:
     shown = [c if c.isprintable() and ord(c) in glyphs else c.encode("unicode_escape").decode() for c in text]
     kept = shown if len(shown) <= longest else [*shown[: longest - 1], "…"]
     return f"“{''.join(kept)}”"
+
+
+def token_axis(ax: Axes, texts: pd.Series) -> None:
+    """Tokens along the axis, every one or, of many, as many as can be read."""
+    cell = ax.get_position().width * 0.8 * ax.figure.get_figwidth() * 72 / len(texts)  # points, beside a colour bar
+    step = int(np.ceil(1.1 * mpl.rcParams["font.size"] / cell))
+    at = np.arange(0, len(texts), step)
+    ax.set_xticks(at, [visible(str(text), longest=12) for text in texts.iloc[at]], rotation=90, parse_math=False)
 
 
 def target(rows: pd.DataFrame) -> str:

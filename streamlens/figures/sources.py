@@ -38,7 +38,7 @@ def sources(df: pd.DataFrame, ax: Axes | None = None, top: int = 12) -> Axes:
     mesh = ax.pcolormesh(*edges, grid.to_numpy(), cmap=DIVERGING, norm=Normalize(-limit, limit), edgecolors="face", linewidth=0.1)
     names = [labels.component(dict(zip(head, key, strict=True)) | {"component": "head"}) for key in grid.index]
     ax.set_yticks(np.arange(len(grid)), names)
-    _token_axis(ax, rows.drop_duplicates("source").set_index("source")["source_token"].reindex(grid.columns))
+    labels.token_axis(ax, rows.drop_duplicates("source").set_index("source")["source_token"].reindex(grid.columns))
     ax.invert_yaxis()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -90,14 +90,6 @@ def _parts(df: pd.DataFrame) -> pd.DataFrame:
     frames.refuse_groups(df)
     frames.refuse_repeated(df)
     return frames.parts(df, df["source"] >= 0, "a source")
-
-
-def _token_axis(ax: Axes, texts: pd.Series) -> None:
-    """Tokens along the axis, every one or, of many, as many as can be read."""
-    cell = ax.get_position().width * 0.8 * ax.figure.get_figwidth() * 72 / len(texts)  # points, beside a colour bar
-    step = int(np.ceil(1.1 * mpl.rcParams["font.size"] / cell))
-    at = np.arange(0, len(texts), step)
-    ax.set_xticks(at, [labels.visible(str(text), longest=12) for text in texts.iloc[at]], rotation=90, parse_math=False)
 
 
 def _wrapped(widths: list[int]) -> list[tuple[int, int]]:

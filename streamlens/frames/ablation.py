@@ -71,7 +71,8 @@ def _where_made(df: pd.DataFrame, removal: Removal, labels: Labels) -> pd.DataFr
     """Each prompt's own position of the change, without those that it has not got."""
     if "at" not in df.columns:
         return df
-    lengths = labels.prompts.lengths
     if removal.made_at is not None:
-        return df.assign(at=df["prompt"].map(removal.made_at).astype(np.int32))
-    return df[df["at"].to_numpy() < lengths[df["prompt"].to_numpy()]]
+        df = df.assign(at=df["prompt"].map(removal.made_at).astype(np.int32))
+    else:
+        df = df[df["at"].to_numpy() < labels.prompts.lengths[df["prompt"].to_numpy()]]
+    return df.assign(at_token=labels.at(df["prompt"].to_numpy(), df["at"].to_numpy()))

@@ -51,6 +51,7 @@ class Variant:
     at: int = EVERYWHERE
     sample: int = NONE
     sites: tuple[Site, ...] = ()
+    name: str = ""  # of a set of units changed together, whose `layer` is the first one's
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -90,6 +91,13 @@ def without_blocks(anatomy: Anatomy, layers: Sequence[int]) -> Variant:
     """Several blocks at once, neighbours or not."""
     sites = tuple(Site(layer, anatomy.layers[layer].path) for layer in sorted(layers))
     return Variant(min(layers), span=len(sites), sites=sites)
+
+
+def together(name: str, found: Sequence[Variant]) -> Variant:
+    """All of these, of one unit, as one change."""
+    sites = tuple(site for variant in found for site in variant.sites)
+    first = min(found, key=lambda variant: variant.layer)
+    return replace(first, span=len(sites), head=NONE, expert=NONE, sites=sites, name=name)
 
 
 def at_each(found: Sequence[Variant], n_positions: int) -> tuple[Variant, ...]:

@@ -74,10 +74,9 @@ def _estimates(df: pd.DataFrame, metric: str, skip_first: bool):
 
 def _curve(rows: pd.DataFrame, value: str, parameter: str) -> pd.DataFrame:
     """Means over positions, `[prompt, unit]`."""
-    several = [
-        name for name in ("method", "at", "target", "sample", "reference") if value == "delta" and name in rows and rows[name].nunique() > 1
-    ]
-    if set(several) & {"method", "at", "reference"}:
+    apart = ("method", "at", "set", "reference")  # target and sample are averaged
+    several = [name for name in apart if value == "delta" and name in rows and rows[name].nunique() > 1]
+    if several:
         raise InputError(f"{parameter} must hold one {several[0]}; got {rows[several[0]].nunique()}")
     table = rows.groupby(["prompt", *_PLACE], observed=True)[value].mean().unstack(_PLACE)
     return table.loc[:, table.notna().all()].astype(np.float64)

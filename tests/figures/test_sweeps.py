@@ -54,6 +54,40 @@ def test_what_is_recovered_is_centred_at_one():
         figures.ablated_heads(heads(), metric="loss", value="recovered")
 
 
+def positions(prompts=PROMPTS, **columns):
+    index = pd.MultiIndex.from_product([range(LAYERS), range(5)], names=["layer", "at"]).to_frame(index=False)
+    df = table("attn", index.assign(span=1, head=-1, delta=(index["layer"] - 3.5) * (index["at"] + 1) / 8), **columns)
+    return df[df.prompt < prompts].assign(at_token="tok" + df["at"].astype(str))
+
+
+def test_positions_are_the_means_over_prompts_layers_running_down():
+    df = positions()
+    ax = figures.ablated_positions(df, metric="loss")
+    expected = df.groupby(["layer", "at", "prompt"]).delta.mean().groupby(["layer", "at"]).mean().unstack()
+    np.testing.assert_allclose(ax.collections[0].get_array().reshape(LAYERS, 5), expected)
+    assert ax.get_ylim() == (LAYERS - 0.5, -0.5)
+    assert ax.get_xlabel() == "position at which attn is changed"
+    assert ax.get_title() == "mean of 4 prompts"
+    one = figures.ablated_positions(positions(prompts=1), metric="loss")
+    assert [text.get_text() for text in one.get_xticklabels()] == [f"“tok{i}”" for i in range(5)]
+    recovered = figures.ablated_positions(df.assign(recovered=1 + df.delta), metric="loss", value="recovered")
+    np.testing.assert_allclose(recovered.collections[0].get_array().reshape(LAYERS, 5), 1 + expected)
+
+
+def test_a_map_of_positions_takes_changes_at_single_ones():
+    one = positions().query("at == 1")
+    with pytest.raises(InputError, match=r"df must hold changes at single positions: sl\.ablate\(\.\.\., at='each'\)"):
+        figures.ablated_positions(one.drop(columns="at"), metric="loss")
+    with pytest.raises(InputError, match="df must hold changes at single positions"):
+        figures.ablated_positions(one.assign(at=-2), metric="loss")
+    with pytest.raises(InputError, match="df must hold one unit; got 2"):
+        figures.ablated_positions(schema.concat([positions(), positions().assign(unit="mlp")], "ablation"), metric="loss")
+    with pytest.raises(InputError, match="df must hold one at; got 5"):
+        figures.ablated_heads(positions().assign(unit="head", head=0), metric="loss")
+    with pytest.raises(InputError, match="df must hold a recovered of loss; got none that is defined"):
+        figures.ablated_positions(positions().assign(recovered=np.nan), metric="loss", value="recovered")
+
+
 def test_spans_are_a_triangle_on_a_logarithmic_scale():
     df = triangle()
     ax = figures.spans(df)

@@ -174,6 +174,8 @@ def test_changes_are_made_where_at_says(unit):
     assert early["at"].unique().tolist() == [-2]
     last = sl.ablate(model, PROMPTS, unit, "zero", at=-1, **READ)
     assert last.groupby("prompt")["at"].first().tolist() == [6, 3, 5, 1]
+    assert last.groupby("prompt")["at_token"].first().tolist() == ["8", "12", "21", "6"]
+    assert early["at_token"].unique().tolist() == [""]
     assert last[last.position < last["at"]].delta.abs().max() < 1e-5
 
 
