@@ -45,6 +45,8 @@ class Logits:
 
     @cached_property
     def log_normalizer(self) -> Float[Tensor, " row"]:
+        if self.logits.requires_grad:  # what is written into room has no slope
+            return self.logits.logsumexp(-1)
         # One pass finds the maximum for this and for the top token.
         largest = self._largest[0]
         return torch.sub(self.logits, largest[:, None], out=self.room).exp_().sum(-1).log() + largest

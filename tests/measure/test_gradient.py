@@ -18,7 +18,7 @@ STEP = 1e-3
 
 
 def stepped(model, variant, ids, values):
-    """Target logits and losses after a small exact step towards `values` (absent: zero), minus those before, over the step."""
+    """Target logits, losses and target log-probabilities after a small exact step towards `values` (absent: zero), minus those before, over the step."""
     old = hooked.values(model, variant.keys, ids)
     towards = {key: old[key] + STEP * (values.get(key, 0.0) - old[key]) for key in variant.keys}
     ids = torch.tensor([ids])
@@ -26,7 +26,8 @@ def stepped(model, variant, ids, values):
     runs = [hooked.logits(model, sweeps.changes(variant, v, ids.shape[1]), ids)[0] for v in (towards, away)]
     logit = [run[:, 11] for run in runs]
     loss = [-run[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0] for run in runs]
-    return [((a - b) / (2 * STEP)).numpy() for a, b in (logit, loss)]
+    logprob = [run.log_softmax(-1)[:, 11] for run in runs]
+    return [((a - b) / (2 * STEP)).numpy() for a, b in (logit, loss, logprob)]
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -35,16 +36,15 @@ def stepped(model, variant, ids, values):
 def test_estimates_are_the_slope_of_the_exact_ablation(family, unit, paired):
     model = sl.load(tiny.model(family, torch.float64))
     frame = pd.DataFrame({"prompt": PROMPTS, "corrupted": CORRUPTED})
-    df = sl.ablate(
-        model, frame, unit, "gradient", reference="paired" if paired else None, target=11, positions="all", metrics=["target_logit", "loss"]
-    )
+    read = {"target": 11, "positions": "all", "metrics": ["target_logit", "loss", "target_logprob"]}
+    df = sl.ablate(model, frame, unit, "gradient", reference="paired" if paired else None, **read)
     schema.validate(df, "ablation")
     found, worst, size = sweeps.variants(model, unit), 0.0, 0.0
     for i, ids in enumerate(PROMPTS[:2]):
         values = hooked.values(model, sweeps.keys_of(found), CORRUPTED[i]) if paired else {}
         for variant in found:
             rows = df[(df.prompt == i) & (df.layer == variant.layer) & (df.sublayer == variant.sublayer) & (df["head"] == variant.head)]
-            for metric, expected in zip(("target_logit", "loss"), stepped(model, variant, ids, values), strict=True):
+            for metric, expected in zip(read["metrics"], stepped(model, variant, ids, values), strict=True):
                 delta = rows[rows.metric == metric].sort_values("position").delta.to_numpy()
                 worst, size = max(worst, abs(delta - expected).max()), max(size, abs(expected).max())
     assert worst < 5e-3 * size  # steps in a model whose RMSNorms round to float32
