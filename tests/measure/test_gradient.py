@@ -18,7 +18,7 @@ STEP = 1e-3
 
 
 def stepped(model, variant, ids, values):
-    """Target logits, losses and target log-probabilities after a small exact step towards `values` (absent: zero), minus those before, over the step."""
+    """How target logits, losses and target log-probabilities change a step towards `values` (absent: zero), by small exact steps."""
     old = hooked.values(model, variant.keys, ids)
     towards = {key: old[key] + STEP * (values.get(key, 0.0) - old[key]) for key in variant.keys}
     ids = torch.tensor([ids])
