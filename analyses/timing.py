@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,10 +28,15 @@ def plain(model, ids: torch.Tensor, logits: bool = True) -> torch.Tensor:
     return module(input_ids=ids, use_cache=False)[0]
 
 
-def alternate(sides: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter) -> Seconds:
-    """Seconds of each side in each round, after one warm-up of each."""
-    for side in sides.values():
-        side()
+def alternate(
+    sides: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    warm_up: Sequence[Callable[[], object]] = (),
+) -> Seconds:
+    """Seconds of each side in each round, after a warm-up: one of each side where none is given."""
+    for call in warm_up or sides.values():
+        call()
     seconds: Seconds = {name: [] for name in sides}
     for _ in range(rounds):
         for name, side in sides.items():

@@ -23,6 +23,8 @@ TARGET_METRICS = ("target_logit", "target_logprob", "logit_diff", "target_rank")
 METRICS = POSITION_METRICS + TARGET_METRICS
 DEFAULT = ("loss", "kl", "top1_agree", "target_logit", "logit_diff", "target_rank")
 
+_BLOCK = 256  # neighbouring logits of which one maximum is taken
+
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 """A name of :data:`METRICS`, or a function of (clean logits, changed logits), `[row, vocab]` each, that gives `[row]`."""
 
@@ -41,7 +43,7 @@ class Logits:
 
     @cached_property
     def _largest(self) -> tuple[Tensor, Tensor]:
-        return tuple(self.logits.max(-1))
+        return _top(self.logits)
 
     @cached_property
     def log_normalizer(self) -> Float[Tensor, " row"]:
@@ -85,7 +87,7 @@ def kl(clean: Clean, changed: Logits) -> Float[Tensor, " row"]:
     """KL(clean || changed) over the vocabulary."""
     # As a mean of differences: the difference of two means would lose what the two distributions share.
     normalizers = changed.log_normalizer - clean.log_normalizer
-    shift = torch.linalg.vecdot(clean.probabilities, torch.sub(clean.logits, changed.logits, out=changed.room))
+    shift = torch.sub(clean.logits, changed.logits, out=changed.room).mul_(clean.probabilities).sum(-1)
     return shift + normalizers
 
 
@@ -149,6 +151,17 @@ def target_metrics(
         "target_rank": lambda: target_rank(logits[rows], target),
     }
     return {m: makers[m]() for m in wanted if m in makers}
+
+
+def _top(logits: Float[Tensor, "row vocab"]) -> tuple[Float[Tensor, " row"], Int[Tensor, " row"]]:
+    """The largest logit of each row, and the first token that has it."""
+    # A maximum takes a third of the time without its place, which is then looked for in one block.
+    width = min(_BLOCK, logits.shape[-1])
+    blocks = logits[:, : logits.shape[-1] // width * width].unflatten(-1, (-1, width)).amax(-1)
+    values, block = torch.cat([blocks, logits[:, -width:].amax(-1, keepdim=True)], dim=-1).max(-1)
+    start = (block * width).clamp_max(logits.shape[-1] - width)
+    inside = logits.gather(-1, start[:, None] + torch.arange(width, device=logits.device))
+    return values, start + inside.argmax(-1)
 
 
 def _own(metric: Callable[[Tensor, Tensor], Tensor], clean: Tensor, logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,9 @@ from streamlens.measure.metrics import Logits, Metric
 from streamlens.measure.places import at, flat_index, ids_on
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.unembed import Unembed
+
+TOGETHER = 4
+"""Changes whose logits are made together, where there are as many: so many times fewer rows of clean logits are held."""
 
 
 class Rows:
@@ -61,18 +64,30 @@ class Readings:
 
 @torch.no_grad()
 def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Readings, wanted: tuple[Metric, ...]) -> None:
-    """Fill a table, one entry of `hidden` a change, chunk by chunk of rows: the clean logits are made once, and only a chunk is held."""
-    scratch = None
-    for chunk in unembed.chunks(len(clean)):
+    """Fill a table, one entry of `hidden` a change, a few rows at a time: their clean logits are made once, and nothing else is held.
+
+    The changed logits of several changes are made together, since a product of few rows takes as long as one of many.
+    """
+    scratch, at_once = None, next(unembed.chunks(len(clean) * max(1, len(hidden))), slice(0, 1)).stop
+    for chunk in _even(len(clean), at_once // max(1, min(len(hidden), TOGETHER)) or 1):
         base = Logits(unembed.logits(clean[chunk]))
         scratch = torch.empty_like(base.logits) if scratch is None else scratch
         view = _Chunk(rows, chunk, clean.device)
         view.put(table.at_position, view.place, m.clean_position_metrics(base, view.following, wanted))
         view.put(table.at_target, view.target, m.target_metrics(base, *view.targets, wanted))
-        for number, changed in enumerate(hidden):
-            run = Logits(unembed.logits(changed[chunk]), scratch)
-            view.put(table.at_position, view.place, m.position_metrics(base, run, view.following, wanted), number)
-            view.put(table.at_target, view.target, m.target_metrics(run, *view.targets, wanted), number)
+        for numbers in _even(len(hidden), max(1, at_once // (chunk.stop - chunk.start))):
+            logits = unembed.logits(torch.cat([changed[chunk] for changed in hidden[numbers]]))
+            for number, own in enumerate(logits.chunk(numbers.stop - numbers.start), numbers.start):
+                run = Logits(own, scratch)
+                view.put(table.at_position, view.place, m.position_metrics(base, run, view.following, wanted), number)
+                view.put(table.at_target, view.target, m.target_metrics(run, *view.targets, wanted), number)
+            del logits, own, run  # before the next are made
+
+
+def _even(n: int, size: int) -> Iterator[slice]:
+    """Slices of 0 to `n`, of at most `size` each and nearly equal, the longest first."""
+    count = -(-n // size)
+    return (slice(-(-n * i // count), -(-n * (i + 1) // count)) for i in range(count))
 
 
 class _Chunk:

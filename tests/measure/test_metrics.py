@@ -99,3 +99,11 @@ def test_target_metrics_read_their_own_rows():
     assert found["logit_diff"][1].isnan()
     assert found["logit_diff"][2].item() == pytest.approx(-log(2))
     assert found["logit_diff"][3].item() == pytest.approx(3.0 - 2.0)
+
+
+@pytest.mark.parametrize("vocab", [3, 256, 257, 700, 1024])
+def test_the_top_token_is_the_first_with_the_largest_logit(vocab):
+    logits = torch.randint(0, 4, (40, vocab), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, -1] = logits[1, 0] = 9.0
+    logits[2] = -torch.inf
+    assert Clean(logits).top.tolist() == logits.argmax(-1).tolist()
