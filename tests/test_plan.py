@@ -35,10 +35,43 @@ def test_rows_and_passes_are_those_of_the_call(case, monkeypatch):
     monkeypatch.setattr(tqdm, "update", lambda bar, n=1: counted.append(n))
     assert planned.rows == len(call(model, frame, **arguments))
     assert planned["call"] == call.__name__
-    if call is not sl.prune:
+    if call is sl.prune:
+        assert 0.6 * planned.forward_passes < sum(counted) <= planned.forward_passes + 1e-9
+    else:
         assert sum(counted) == pytest.approx(planned.forward_passes)
     assert planned.memory > 0
     assert planned.disk == 0
+
+
+COUNTED = CASES | {
+    "few for a mean": (sl.ablate, {"unit": "mlp", "method": "positional_mean", "reference": REFERENCE * 20}),
+    "own order": (sl.prune, {"order": {"mine": [1, 0]}}),
+    "random": (sl.prune, {"order": "random", "n_samples": 3, "seed": 1}),
+    "found": (sl.prune, {"order": ["greedy", "shortgpt", "angular"]}),
+}
+del COUNTED["gradient"]  # whose backward passes count too
+
+
+@pytest.mark.parametrize("max_tokens", [2048, 4])
+@pytest.mark.parametrize("case", COUNTED)
+def test_passes_are_the_blocks_that_run(case, max_tokens):
+    (call, arguments), model = COUNTED[case], tiny.proven("llama")
+    frame = pd.DataFrame({"prompt": [ids[:4] for ids in PROMPTS], "corrupted": [ids[3::-1] for ids in PROMPTS]})
+    planned = sl.plan(call, model, frame, **arguments, max_tokens=max_tokens).iloc[0]
+    tokens, seen = [], lambda mlp, args: tokens.append(args[0][..., 0].numel())
+    handles = [block.mlp.register_forward_pre_hook(seen) for block in model.module.model.layers]
+    try:
+        call(model, frame, **arguments, max_tokens=max_tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    ran = sum(tokens) / (3 * 12)  # blocks, tokens of all prompts
+    if case in ("pruned", "found"):  # orders that are still to be found
+        assert 0.6 * planned.forward_passes < ran <= planned.forward_passes + 1e-9
+    elif case == "random" and max_tokens > 4:  # where sets of blocks share a pass, it runs what any of them needs
+        assert planned.forward_passes < ran < 1.2 * planned.forward_passes
+    else:
+        assert ran == pytest.approx(planned.forward_passes)
 
 
 def test_the_passes_of_a_block_sweep_are_the_blocks_that_run():

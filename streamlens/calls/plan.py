@@ -10,7 +10,7 @@ import pandas as pd
 
 from streamlens.arguments import opened, parsed_for
 from streamlens.calls.ablate import ablate
-from streamlens.calls.prune import orders_to_prune, prune
+from streamlens.calls.prune import orders_to_prune, prune, size_of
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.rearrange import orders_of, rearrange
 from streamlens.calls.sweep import prepare
@@ -30,7 +30,8 @@ def plan(call: Callable, model: Model, prompts: object, **arguments: object) -> 
     """What would this sweep take? One row: `rows` of the table, `forward_passes` over all prompts, `memory` and `disk` in bytes.
 
     `call` is `sl.ablate`, `sl.rearrange` or `sl.prune`, with the arguments that it would get; they are checked as it checks them and
-    nothing runs. Progress bars count in the same forward passes (a gradient's backward passes count as one each). `memory` estimates
+    nothing runs. Progress bars count in the same forward passes (a gradient's backward passes count as one each; a pruning whose order
+    is still to be found may take fewer). `memory` estimates
     what the largest batch needs beside the weights: kept streams, one pass, and logits; `disk` what `resume` would keep, at most.
     A target "top2" or more that repeats another makes fewer rows. Raises :class:`InputError`.
     """
@@ -71,18 +72,8 @@ def _rearrangement(model: Model, prompts: object, given: Mapping[str, object]) -
 
 
 def _pruning(model: Model, prompts: object, given: Mapping[str, object]) -> tuple[int, int, float, Reading, object]:
-    """The passes of the orders that are measured are not known beforehand; at most all blocks but the removed ones run."""
-    orders, read, n = orders_to_prune(model, given), _reading(model, prompts, given), model.n_layers
-    variants, passes = 0, 1.0
-    for name, (layers, steps) in orders.items():
-        found = name if layers is None else ""  # how it is still to be found
-        times = given["n_samples"] if found == "random" else 1
-        variants += steps * times
-        passes += times * sum((n - s) / n for s in range(1, steps + 1))
-        if found == "greedy":
-            passes += sum(1 + (n - s) * (n - s - 1) / n for s in range(steps))
-        elif found in ("shortgpt", "angular"):
-            passes += 1
+    orders, read = orders_to_prune(model, given), _reading(model, prompts, given)
+    variants, passes = size_of(orders, model.n_layers, given["n_samples"], given["seed"])
     return variants, variants * int(_read(read).sum()), passes, read, None
 
 

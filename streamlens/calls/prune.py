@@ -8,17 +8,16 @@ import numpy as np
 import pandas as pd
 
 from streamlens import frames
-from streamlens.arguments import MAX_TOKENS, arguments_of, demand_one_stream, parsed_for, watched
-from streamlens.calls.reading import Reading, demand_inputs, reading
+from streamlens.arguments import MAX_TOKENS, arguments_of, demand_one_stream, parsed_for
+from streamlens.calls.reading import Reading, bar, demand_inputs, reading
 from streamlens.checks import demand_finite
 from streamlens.errors import InputError, choice, whole
 from streamlens.measure import pruning
 from streamlens.measure import similarity as alike
-from streamlens.measure.ablation import Plan, Removal, sweep_batch
+from streamlens.measure.ablation import Plan, Removal, Tick, sweep_batch
 from streamlens.measure.places import places_in
 from streamlens.measure.pruning import Step
 from streamlens.models.loaded import Model
-from streamlens.prompts import Prompts
 from streamlens.prompts.plain import is_index
 
 ORDERS = ("greedy", "shortgpt", "angular", "random")
@@ -56,9 +55,10 @@ def prune(
     orders = orders_to_prune(model, arguments)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
     found: list[tuple[str, Step]] = []
-    for name, (layers, n) in watched(list(orders.items()), progress, "prune", unit="order"):
-        found += [(name, step) for step in _steps(model, read, name, layers, n, cost, n_samples, seed, max_tokens)]
-    parts = _sweep(model, read, [step for _, step in found], read.wanted, max_tokens)
+    with bar(size_of(orders, model.n_layers, n_samples, seed)[1], progress, "prune") as tick:
+        for name, (layers, n) in orders.items():
+            found += [(name, step) for step in _steps(model, read, name, layers, n, cost, n_samples, seed, max_tokens, tick)]
+        parts = _sweep(model, read, [step for _, step in found], read.wanted, max_tokens, tick)
     demand_finite(model, "the stream of a pruned model", sum(p.overflowed for p in parts), check)
     demand_inputs(read.wanted, parts)
     columns = {"unit": ["block"] * len(found), "method": [name for name, _ in found]}
@@ -88,6 +88,25 @@ def orders_to_prune(model: Model, given: Mapping[str, object]) -> dict[str, tupl
     return out
 
 
+def size_of(orders: Mapping[str, tuple[list[int] | None, int]], n_layers: int, n_samples: int, seed: int) -> tuple[int, float]:
+    """How many sets of blocks are measured, and the forward passes that all of it takes: at most, where the order is to be found."""
+    variants, passes = 0, 1.0
+    for name, (layers, steps) in orders.items():
+        if layers is not None or name == "random":
+            known = pruning.random_order(n_layers, steps, n_samples, seed) if layers is None else pruning.in_order(layers, steps)
+            variants += len(known)
+            passes += sum(n_layers - min(step.removed) - len(step.removed) for step in known) / n_layers
+            continue
+        left = [n_layers - s for s in range(steps + 1)]
+        variants += steps
+        passes += sum(left[1:]) / n_layers
+        if name == "greedy":  # of the first step it is known that a block's removal starts at that block
+            passes += steps + (n_layers - 1) / 2 + sum(n * (n - 1) for n in left[1:-1]) / n_layers
+        else:
+            passes += 1
+    return variants, passes
+
+
 def _named(model: Model, order: object) -> dict[str, list[int] | None]:
     """Orders by name; None for one that is still to be found."""
     if isinstance(order, Mapping):
@@ -106,7 +125,16 @@ def _named(model: Model, order: object) -> dict[str, list[int] | None]:
 
 
 def _steps(
-    model: Model, read: Reading, name: str, layers: list[int] | None, steps: int, cost: str, n_samples: int, seed: int, max_tokens: int
+    model: Model,
+    read: Reading,
+    name: str,
+    layers: list[int] | None,
+    steps: int,
+    cost: str,
+    n_samples: int,
+    seed: int,
+    max_tokens: int,
+    tick: Tick,
 ) -> list[Step]:
     n = model.n_layers
     if layers is not None:
@@ -114,16 +142,16 @@ def _steps(
     if name == "random":
         return pruning.random_order(n, steps, n_samples, seed)
     if name == "greedy":
-        return pruning.greedy(n, steps, lambda sets: _costs(model, read, sets, cost, max_tokens))
+        return pruning.greedy(n, steps, lambda sets: _costs(model, read, sets, cost, max_tokens, tick))
     if name == "shortgpt":
-        influence = _distances(model, read, "block_influence", read.prompts)
+        influence = _distances(model, read, "block_influence", tick)
         return pruning.in_order(sorted(range(n), key=lambda layer: influence[layer, layer + 1]), steps)
-    return pruning.alike_runs(_distances(model, read, "angular_distance", read.prompts), n, steps)
+    return pruning.alike_runs(_distances(model, read, "angular_distance", tick), n, steps)
 
 
-def _costs(model: Model, read: Reading, sets: list[tuple[int, ...]], cost: str, max_tokens: int) -> np.ndarray:
+def _costs(model: Model, read: Reading, sets: list[tuple[int, ...]], cost: str, max_tokens: int, tick: Tick) -> np.ndarray:
     """Mean over prompts of the mean over positions."""
-    parts = _sweep(model, read, [Step(removed, removed[-1]) for removed in sets], (cost,), max_tokens)
+    parts = _sweep(model, read, [Step(removed, removed[-1]) for removed in sets], (cost,), max_tokens, tick)
     values = np.concatenate([p.at_position[cost][1] for p in parts], axis=1)
     prompt = np.concatenate([p.prompt for p in parts])
     there = ~np.isnan(values[0])
@@ -132,16 +160,19 @@ def _costs(model: Model, read: Reading, sets: list[tuple[int, ...]], cost: str, 
     return np.mean([values[:, there & (prompt == i)].mean(1) for i in np.unique(prompt[there])], axis=0)
 
 
-def _sweep(model: Model, read: Reading, steps: list[Step], wanted: tuple, max_tokens: int) -> list[Removal]:
+def _sweep(model: Model, read: Reading, steps: list[Step], wanted: tuple, max_tokens: int, tick: Tick) -> list[Removal]:
     plan = Plan(tuple(s.variant(model.anatomy) for s in steps), wanted, max_tokens=max_tokens, n_layers=model.n_layers)
-    return [sweep_batch(model.module, model.anatomy, batch, plan, *read.of(batch)) for batch in read.batches]
+    return [sweep_batch(model.module, model.anatomy, batch, plan, *read.of(batch), read.shared(batch, tick)) for batch in read.batches]
 
 
-def _distances(model: Model, read: Reading, measure: str, prompts: Prompts) -> dict[tuple[int, int], float]:
+def _distances(model: Model, read: Reading, measure: str, tick: Tick) -> dict[tuple[int, int], float]:
     """Means over prompts, by (layer, layer_to): of last tokens for angles, else of all but first ones."""
     last = measure == "angular_distance"
-    where = [np.array([n - 1]) if last or n == 1 else np.arange(1, n) for n in prompts.lengths]
-    parts = [alike.measure_batch(model.module, model.anatomy, b, places_in(b, where), (measure,)) for b in read.batches]
+    where = [np.array([n - 1]) if last or n == 1 else np.arange(1, n) for n in read.prompts.lengths]
+    parts = []
+    for batch in read.batches:
+        parts.append(alike.measure_batch(model.module, model.anatomy, batch, places_in(batch, where), (measure,)))
+        read.shared(batch, tick)(1.0)
     values, prompt = np.concatenate([p.value for p in parts]), np.concatenate([p.prompt for p in parts])
     means = np.mean([values[prompt == i].mean(0) for i in np.unique(prompt)], axis=0)
     return {(layer, layer_to): float(mean) for (_, layer, layer_to), mean in zip(parts[0].pairs, means, strict=True)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from tqdm import tqdm
@@ -32,6 +33,16 @@ class Reading:
     def of(self, batch: TokenBatch) -> tuple[tuple[np.ndarray, np.ndarray], Readouts]:
         """Places and readouts of one batch."""
         return places_in(batch, self.where), self.rows.take(np.isin(self.rows.prompt, batch.index))
+
+    def shared(self, batch: TokenBatch, tick: Tick) -> Tick:
+        """Passes over one batch as passes over all prompts."""
+        share = batch.ids.numel() / self.n_tokens
+        return lambda passes: tick(passes * share)
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Tokens of a pass over all prompts, padding included."""
+        return sum(b.ids.numel() for b in self.batches)
 
 
 def reading(model: Model, parsed: Prompts, target: object, versus: object, positions: object, metrics: object, max_tokens: int) -> Reading:

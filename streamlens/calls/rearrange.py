@@ -42,11 +42,10 @@ def rearrange(
     arguments = arguments_of(locals(), whole_blocks=True)
     orders = orders_of(model, order)
     read = reading(model, parsed_for(model, prompts), target, versus, positions, metrics, max_tokens)
-    parts, n_tokens = [], sum(b.ids.numel() for b in read.batches)
+    parts = []
     with bar(1 + sum(cost(o, model.n_layers) for o in orders.values()), progress, "rearrange") as tick:
         for batch in read.batches:
-            share = batch.ids.numel() / n_tokens
-            of_batch = (*read.of(batch), read.wanted, lambda n, share=share: tick(n * share))
+            of_batch = (*read.of(batch), read.wanted, read.shared(batch, tick))
             parts.append(rearrange_batch(model.module, model.anatomy, batch, list(orders.values()), *of_batch))
             demand_finite(model, "the stream, in its own or another order,", parts[-1].overflowed, check)
     demand_inputs(read.wanted, parts)

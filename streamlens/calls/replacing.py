@@ -86,7 +86,7 @@ def replacement(
     max_tokens: int,
     tick: Tick,
 ) -> Replacement:
-    """The replacement, the means over the reference taken."""
+    """The replacement, the means over the reference taken; `tick` receives tokens of the reference as they are done."""
     if reference.paired:
         return Donors(model.module, model.anatomy, [[ids] for ids in reference.prompts.ids], paired=True)
     if method in ("remove", "zero", "gradient"):
@@ -98,10 +98,9 @@ def replacement(
         _demand_counts(parsed, reference.prompts, at, min_count)
     elif int(reference.prompts.lengths.max()) < 2:
         raise InputError("reference must hold a prompt of two tokens or more: a mean leaves out first ones; got single tokens only")
-    batches = batched(model, reference.prompts, max_tokens)
-    for batch in batches:
+    for batch in batched(model, reference.prompts, max_tokens):
         mean.add(model.module, model.anatomy, batch, keys)
-        tick(1 / len(batches))
+        tick(batch.ids.numel())
     return mean
 
 

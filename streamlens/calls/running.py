@@ -29,13 +29,8 @@ def run(sweep: Sweep, tick: Tick, resume: str | os.PathLike | None = None) -> It
     """
     shards = None if resume is None else opened_shards(resume, sweep.model, _facts(sweep))
     plan = replace(sweep.plan, replacement=_source(sweep, tick, shards))
-    n_tokens = sum(b.ids.numel() for b in sweep.reading.batches)
     for number, batch in enumerate(sweep.reading.batches):
-        share = batch.ids.numel() / n_tokens
-
-        def ticked(passes: float, share: float = share) -> None:
-            tick(passes * share)
-
+        ticked = sweep.reading.shared(batch, tick)
         if shards is None:
             yield batch, _measured(sweep, batch, plan, ticked), plan
         else:
@@ -82,9 +77,8 @@ def _source(sweep: Sweep, tick: Tick, shards: Shards | None) -> Deferred:
         kept = shards.get("reference") if shards else None
         if kept is not None:
             return Mean.of(sweep.method == "positional_mean", keys, list(kept.values()))
-        source = replacement(
-            sweep.model, sweep.reading.prompts, sweep.method, sweep.reference, keys, at=sweep.plan.at, tick=tick, **options
-        )
+        options["tick"] = lambda tokens: tick(tokens / sweep.reading.n_tokens)
+        source = replacement(sweep.model, sweep.reading.prompts, sweep.method, sweep.reference, keys, at=sweep.plan.at, **options)
         if shards and isinstance(source, Mean):
             shards.put("reference", {str(i): array for i, array in enumerate(source.arrays(keys))})
         return source

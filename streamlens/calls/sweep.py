@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streamlens.arguments import chosen_layers, chosen_metrics, demand_one_stream, parsed_for
+from streamlens.arguments import batched, chosen_layers, chosen_metrics, demand_one_stream, parsed_for
 from streamlens.calls.reading import Reading, reading
 from streamlens.calls.replacing import METHODS, Reference, reference_of
 from streamlens.calls.sets import sets_of
@@ -47,7 +47,15 @@ class Sweep:
             at_place = max(map(len, read.where)) * ("loss" in read.wanted)
             return 1.0 + self.reference.paired + at_place + int(counts.max(initial=0)) * len(set(read.wanted) - {"loss"})
         donors = len({c.sample for c in self.plan.changes}) if self.method == "resample" else 0
-        return 1.0 + sum(map(self.plan.cost, self.plan.changes)) + donors + (self.method in ("mean", "positional_mean"))
+        return 1.0 + sum(map(self.plan.cost, self.plan.changes)) + donors + self._for_means
+
+    @property
+    def _for_means(self) -> float:
+        """A pass over the reference, in passes over the prompts, which may be many fewer."""
+        if self.method not in ("mean", "positional_mean"):
+            return 0.0
+        reference = batched(self.model, self.reference.prompts, self.plan.max_tokens)
+        return sum(b.ids.numel() for b in reference) / self.reading.n_tokens
 
 
 def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep:
