@@ -405,9 +405,10 @@ def test_changes_batched_or_not_are_hooked_forward_passes(case, size):
 
 
 def _changes(anatomy: Anatomy, shape: torch.Size, layers) -> Iterator[tuple[changes.Change, ...]]:
-    """Heads, writes and blocks: zero, other values, some positions."""
+    """Stretches of blocks that end together, then heads, writes and blocks: zero, other values, some positions."""
     generator, late = torch.Generator().manual_seed(3), torch.arange(shape[1]).expand(shape) > 1
     for layer in layers:
+        yield from (tuple(changes.block(anatomy, i) for i in range(start, layer + 1)) for start in {0, layer})
         value = torch.randn(*shape, anatomy.d_model, generator=generator)
         yield (changes.block(anatomy, layer, value, late),)
         for add in anatomy.layers[layer].adds:

@@ -6,9 +6,8 @@ unembedding runs at the rows that a metric reads, on the clean side once for man
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ from streamlens.stream.replay import Replay
 from streamlens.stream.unembed import Unembed
 from streamlens.stream.values import Key
 
-KEPT_ELEMENTS = 2**25
-"""Elements of the unembedding's input that are kept at once, over the variants: 128 MiB in float32."""
+KEPT_ELEMENTS = 2**24
+"""Elements of the unembedding's input that are kept at once, over the variants: 64 MiB in float32."""
 
 Tick = Callable[[float], object]
 """Receives forward-pass equivalents of a batch as they are done."""
@@ -97,43 +96,43 @@ def sweep_batch(
             if draw.hidden is not None:
                 tick(1.0)
                 corrupted = of_corrupted(unembed, rows, clean_rows, draw.hidden, plan)
-            for numbers, hidden in _replayed(replay, batch, plan, draw, rows, tick):
-                bad += overflowed(hidden)
-                measure(unembed, rows, clean_rows, hidden, table.of(numbers.start, numbers.stop), plan.wanted)
+            for hidden in _replayed(replay, batch, plan, draw, rows, tick):
+                bad += overflowed(hidden.values())
+                measure(unembed, rows, clean_rows, hidden, table, plan.wanted)
     return Removal(*places, table.at_position, readouts, table.at_target, bad, corrupted, made_at(batch, plan.at))
 
 
 def of_corrupted(unembed: Unembed, rows: Rows, clean: Tensor, corrupted: Tensor, plan: Plan) -> Readings:
     """The metrics of the paired prompts' own run, whose unembedding inputs are `corrupted` `[batch, pos, d_model]`."""
     table = Readings.empty(1, len(rows.place), len(rows.target), plan.wanted)
-    measure(unembed, rows, clean, [rows.of(corrupted)], table, plan.wanted)
+    measure(unembed, rows, clean, {0: rows.of(corrupted)}, table, plan.wanted)
     return table
 
 
-def _replayed(replay: Replay, batch: TokenBatch, plan: Plan, draw: Draw, rows: Rows, tick: Tick) -> Iterator[tuple[range, list[Tensor]]]:
-    """Runs of variants with their unembedding inputs at the rows that are read, as many as may be kept at once."""
-    group: list[Tensor] = []
-    start = 0
-    for numbers in _passes(plan, draw.sample, batch.ids.numel() if replay.enlarges else plan.max_tokens):
-        if group and (start + len(group) != numbers.start or (len(group) + len(numbers)) * group[0].numel() > KEPT_ELEMENTS):
-            yield range(start, start + len(group)), group
-            group = []
-        start = start if group else numbers.start
+def _replayed(replay: Replay, batch: TokenBatch, plan: Plan, draw: Draw, rows: Rows, tick: Tick) -> Iterator[dict[int, Tensor]]:
+    """The unembedding's input at the rows that are read, by number of the variant, for as many variants as may be kept at once."""
+    kept: dict[int, Tensor] = {}
+    for numbers in _passes(replay, batch, plan, draw):
+        if kept and (len(kept) + len(numbers)) * next(iter(kept.values())).numel() > KEPT_ELEMENTS:
+            yield kept
+            kept = {}
         variants = [plan.changes[i] for i in numbers]
         hidden = replay.each([made(v, batch, plan, draw) for v in variants])
-        group += [rows.of(h) for h in hidden]
+        kept |= {number: rows.of(h) for number, h in zip(numbers, hidden, strict=True)}
         tick(sum(map(plan.cost, variants)))
-    if group:
-        yield range(start, start + len(group)), group
+    if kept:
+        yield kept
 
 
-def _passes(plan: Plan, sample: int, tokens: int) -> Iterator[range]:
-    """Neighbouring variants of one layer and sample that share a pass of at most `max_tokens`."""
-    n = max(1, plan.max_tokens // tokens)
-    for (_, drawn), members in groupby(range(len(plan.changes)), key=lambda i: (plan.changes[i].layer, plan.changes[i].sample)):
-        if drawn == sample:
-            numbers = list(members)
-            yield from (range(at, min(at + n, numbers[-1] + 1)) for at in range(numbers[0], numbers[-1] + 1, n))
+def _passes(replay: Replay, batch: TokenBatch, plan: Plan, draw: Draw) -> Iterator[list[int]]:
+    """Numbers of the draw's variants that share a pass of at most `max_tokens`: those of which the same layers run."""
+    firsts: dict[int, list[int]] = {}
+    for number, variant in enumerate(plan.changes):
+        if variant.sample == draw.sample:
+            firsts.setdefault(replay.first(made(variant, batch, plan, draw)), []).append(number)
+    n = max(1, plan.max_tokens // batch.ids.numel()) if replay.enlarges else 1
+    for numbers in firsts.values():
+        yield from (numbers[at : at + n] for at in range(0, len(numbers), n))
 
 
 def made(variant: Variant, batch: TokenBatch, plan: Plan, draw: Draw) -> tuple[Change, ...]:
@@ -166,7 +165,7 @@ def made_at(batch: TokenBatch, at: Sequence[np.ndarray] | None) -> dict[int, int
     return {int(prompt): int(at[prompt][0]) if len(at[prompt]) == 1 else SEVERAL for prompt in batch.index}
 
 
-def overflowed(hidden: Sequence[Tensor]) -> int:
+def overflowed(hidden: Iterable[Tensor]) -> int:
     return sum(int((~torch.isfinite(h)).any(-1).sum()) for h in hidden)
 
 
@@ -183,7 +182,7 @@ def sweep_by_hooks(
     table = Readings.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
     with torch.no_grad(), hooked(module, anatomy) as run:
         clean = rows.of(run.hidden(batch.ids, batch.mask))
-    hidden: list[Tensor] = [clean] * len(plan.changes)
+    hidden: dict[int, Tensor] = {}
     for draw in plan.replacement.draws(batch, plan.keys):
         for number, variant in enumerate(plan.changes):
             if variant.sample == draw.sample:

@@ -49,7 +49,7 @@ def estimate_batch(
         rows = Rows(batch, places, readouts)
         table = Readings.empty(len(plan.changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(hidden.detach())
-        measure(unembed, rows, clean_rows, [], table, plan.wanted)
+        measure(unembed, rows, clean_rows, {}, table, plan.wanted)
         steps = {key: draw.values.get(key, 0.0) - value for key, value in slopes.values.items()}
         passes = list(_passes(places[0], readouts.prompt, plan))
         for number, (name, at_place, chosen) in enumerate(passes):

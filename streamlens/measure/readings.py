@@ -53,31 +53,24 @@ class Readings:
             full([m.name_of(w) for w in m.of_positions(wanted)], n_places), full([w for w in wanted if w in m.TARGET_METRICS], n_targets)
         )
 
-    def of(self, start: int, stop: int) -> Readings:
-        """A view of some of the changes."""
-
-        def part(metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-            return {name: (clean, changed[start:stop]) for name, (clean, changed) in metrics.items()}
-
-        return Readings(part(self.at_position), part(self.at_target))
-
 
 @torch.no_grad()
-def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Sequence[Tensor], table: Readings, wanted: tuple[Metric, ...]) -> None:
-    """Fill a table, one entry of `hidden` a change, a few rows at a time: their clean logits are made once, and nothing else is held.
+def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Mapping[int, Tensor], table: Readings, wanted: tuple[Metric, ...]) -> None:
+    """Fill a table, `hidden` by number of the change, a few rows at a time: their clean logits are made once, and nothing else is held.
 
     The changed logits of several changes are made together, since a product of few rows takes as long as one of many.
     """
-    scratch, at_once = None, next(unembed.chunks(len(clean) * max(1, len(hidden))), slice(0, 1)).stop
+    scratch, changed, at_once = None, list(hidden), next(unembed.chunks(len(clean) * max(1, len(hidden))), slice(0, 1)).stop
     for chunk in _even(len(clean), at_once // max(1, min(len(hidden), TOGETHER)) or 1):
         base = Logits(unembed.logits(clean[chunk]))
         scratch = torch.empty_like(base.logits) if scratch is None else scratch
         view = _Chunk(rows, chunk, clean.device)
         view.put(table.at_position, view.place, m.clean_position_metrics(base, view.following, wanted))
         view.put(table.at_target, view.target, m.target_metrics(base, *view.targets, wanted))
-        for numbers in _even(len(hidden), max(1, at_once // (chunk.stop - chunk.start))):
-            logits = unembed.logits(torch.cat([changed[chunk] for changed in hidden[numbers]]))
-            for number, own in enumerate(logits.chunk(numbers.stop - numbers.start), numbers.start):
+        for part in _even(len(hidden), max(1, at_once // (chunk.stop - chunk.start))):
+            numbers = changed[part]
+            logits = unembed.logits(torch.cat([hidden[number][chunk] for number in numbers]))
+            for number, own in zip(numbers, logits.chunk(len(numbers)), strict=True):
                 run = Logits(own, scratch)
                 view.put(table.at_position, view.place, m.position_metrics(base, run, view.following, wanted), number)
                 view.put(table.at_target, view.target, m.target_metrics(run, *view.targets, wanted), number)

@@ -38,7 +38,7 @@ def rearrange_batch(
             hidden.append(rows.of(rearranged.run(order)))
             tick(cost(order, anatomy.n_layers))
     table = Readings.empty(len(orders), len(rows.place), len(rows.target), wanted)
-    measure(unembed, rows, rows.of(clean), hidden, table, wanted)
+    measure(unembed, rows, rows.of(clean), dict(enumerate(hidden)), table, wanted)
     return Removal(*places, table.at_position, readouts, table.at_target, overflowed([rows.of(clean), *hidden]))
 
 

@@ -48,7 +48,8 @@ class Replay(Planted):
         self._recording = self._keep_attention = False
         self._batch: tuple[Tensor, Tensor | None] = (torch.empty(0, dtype=torch.long), None)
         self._variants: Sequence[Sequence[Change]] = [[]]
-        self._resume = 0
+        self._resume = 0  # the first layer that runs
+        self._leaves: list[int] = [0]  # by variant, the layer whose clean input is where it starts from
         self._whole = {w.reader: w.leaf for _, w in anatomy.writes() if w.n_heads and w.output == w.reader}
 
     def __exit__(self, *exc: object) -> None:
@@ -116,14 +117,27 @@ class Replay(Planted):
         if len(variants) > 1 and not self.enlarges:
             return torch.cat([self.each([variant]) for variant in variants])
         self._variants = variants
-        self._resume = min((c.layer for variant in variants for c in variant), default=self.anatomy.n_layers)
+        self._resume = min(map(self.first, variants))
+        self._leaves = [min(self._start(variant), self._resume) for variant in variants]
         ids, mask = self._batch
         n = len(variants)
         try:
             hidden = self._run.hidden(ids.repeat(n, 1), None if mask is None else mask.repeat(n, 1))
         finally:
-            self._variants, self._resume = [[]], 0
+            self._variants, self._resume, self._leaves = [[]], 0, [0]
         return hidden.unflatten(0, (n, -1))
+
+    def first(self, variant: Sequence[Change]) -> int:
+        """The first layer that runs, behind the blocks that are removed one after the other; variants that share it share a pass best."""
+        layer = self._start(variant)
+        gone = {c.layer for c in variant if c.path == self.anatomy.layers[c.layer].path and c.value is None and c.at is None}
+        # What a block hands on beside its stream is the clean pass's only where it starts from the clean stream.
+        while layer in gone and self.anatomy.bypass and self.enlarges:
+            layer += 1
+        return layer
+
+    def _start(self, variant: Sequence[Change]) -> int:
+        return min((c.layer for c in variant), default=self.anatomy.n_layers)
 
     # -- blocks --------------------------------------------------------------------------------------------------
     def _block(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,10 +149,7 @@ class Replay(Planted):
             self.enlarges &= not _holds_tensors(output)
             return output
         if layer < self._resume and self.anatomy.bypass:
-            # Only what the last finished block hands on is read.
-            is_last = layer == self._resume - 1
-            stream = self._copies(self._clean.get(layer), self.anatomy.stream_axes[0]) if is_last else stream_of(args, kwargs)
-            return with_first(self._frames[layer], self._kept(stream))
+            return with_first(self._frames[layer], self._kept(self._handed_on(layer, stream_of(args, kwargs))))
         made = self._made(layer, self.anatomy.layers[layer].path) if any(self._variants) else []
         if not made:
             return original(*args, **kwargs)
@@ -154,6 +165,15 @@ class Replay(Planted):
             put(self._streams(out)[number], change, base=self._streams(entered)[number])
         return with_first(output, out)
 
+    def _handed_on(self, layer: int, stream: Tensor) -> Tensor:
+        """What a finished block hands on: to the variants that start behind it what it gave in the clean pass, to others what it got."""
+        starts = [leaves == layer + 1 for leaves in self._leaves]
+        if not any(starts):
+            return stream
+        axis, clean = self.anatomy.stream_axes[0], self._clean.get(layer)
+        parts = stream.chunk(len(starts), dim=axis)
+        return torch.cat([clean if here else part for here, part in zip(starts, parts, strict=True)], dim=axis)
+
     # -- inside blocks -------------------------------------------------------------------------------------------
     def _reader(self, path: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An attention module; where its input is still the clean one, only its output projection runs, on the clean z changed."""
@@ -165,10 +185,10 @@ class Replay(Planted):
             return output
         clean = self._attention.get((layer, leaf))
         # Attention maps may be dropped where the block does not hand them on.
-        reused = clean is not None and layer == self._resume and not _holds_tensors(self._frames[layer])
+        reused = clean is not None and not _holds_tensors(self._frames[layer]) and {layer, self._resume} == set(self._leaves)
         if not reused or not self._first_changed(layer, leaf):
             return original(*args, **kwargs)
-        out = self.module.get_submodule(leaf)(self._copies(self._clean.get((layer, leaf))))
+        out = self.module.get_submodule(leaf)(torch.cat([self._clean.get((layer, leaf))] * len(self._variants)))
         return with_first(clean.frame, out.reshape(-1, *clean.shape[1:]))
 
     def _first_changed(self, layer: int, leaf: str) -> bool:
@@ -224,10 +244,6 @@ class Replay(Planted):
         if self.anatomy.n_streams == 1:
             return self._rows(x)
         return by_token(x, self.anatomy).unflatten(-3, (len(self._variants), -1)).movedim(-4, 0)
-
-    def _copies(self, x: Tensor, batch: int = 0) -> Tensor:
-        """One copy of a batch for every variant, under one another along the axis `batch`."""
-        return torch.cat([x] * len(self._variants), dim=batch) if len(self._variants) > 1 else x
 
     def _kept(self, stream: Tensor) -> Tensor:
         return stream.clone() if self.anatomy.clones else stream

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from streamlens.stream import changes
 from streamlens.stream.hooked import hooked_removal
 from streamlens.stream.replay import Replay
 from tests.models import tiny
@@ -59,6 +60,17 @@ def test_several_blocks_at_once(family):
         assert gap(replay.without_blocks({1, 2})[MASK], hooked(model, removed={1, 2})) <= REPLAY
 
 
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_stretches_of_blocks_in_one_pass_whether_or_not_they_end_together(family):
+    model = tiny.proven(family)
+    with Replay(model.module, model.anatomy) as replay:
+        replay.record(IDS, MASK, attention=True)
+        for group in [({0, 1}, {1}), ({1, 2}, {0, 1, 2}, {2}), ({0}, {1, 2}, {0, 2}), ({2}, {0, 1}, set())]:
+            found = replay.each([[changes.block(model.anatomy, layer) for layer in removed] for removed in group])
+            for removed, hidden in zip(group, found, strict=True):
+                assert gap(hidden[MASK], hooked(model, removed=removed)) <= REPLAY, (group, removed)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt-post-norm", "mixtral"])
 def test_finished_blocks_are_not_computed_again(family):
     model, ran = tiny.proven(family), []
@@ -78,6 +90,10 @@ def test_finished_blocks_are_not_computed_again(family):
             ran.clear()
             replay.without_write(1, model.anatomy.layers[1].adds[-1])
             assert ran == [1, 2]
+            ran.clear()
+            replay.each([[changes.block(model.anatomy, layer) for layer in removed] for removed in ((0, 1), (1,))])
+            # Where a block hands on more than its stream, only the first removed one is known.
+            assert ran == ([2] if replay.enlarges else [1, 2, 2])
     finally:
         for handle in handles:
             handle.remove()
