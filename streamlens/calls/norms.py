@@ -97,5 +97,5 @@ def _batches(
     where = positions_or_all(parsed, positions)
     for batch in watched(batched(model, parsed, max_tokens), progress, "norms"):
         part = meter.batch(batch, places_in(batch, where))
-        demand_finite(model, "a norm", int((~np.isfinite(part.value)).sum()), check)
+        demand_finite(model, "a norm", part.value.size - int(np.count_nonzero(np.isfinite(part.value))), check)
         yield part

@@ -6,12 +6,12 @@ its length by the Gram matrix of its rows of the output projection, its inner pr
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
+from streamlens.measure import vectors
 from streamlens.models.anatomy import Write
 from streamlens.models.norms import NormForm
 from streamlens.stream.neurons import pulled_through
@@ -21,16 +21,15 @@ MEASURES = ("relative", "cosine", "along", "across")
 
 
 def measured(
-    length: Float[Tensor, "*row"], stream: Float[Tensor, "*row"], inner: Float[Tensor, "*row"], wanted: Collection[str]
-) -> dict[str, Float[Tensor, "*row"]]:
-    """The wanted measures from the write's length, the stream's and their inner product; 0 where a length is 0."""
-    tiny = torch.finfo(length.dtype).tiny
-    stream = stream.clamp_min(tiny)
+    length: Float64[np.ndarray, "*row"], stream: Float64[np.ndarray, "*#row"], inner: Float64[np.ndarray, "*row"]
+) -> dict[str, Float64[np.ndarray, "*row"]]:
+    """Every measure from the write's length, the stream's and their inner product; 0 where a length is 0."""
+    tiny = np.finfo(np.float64).tiny
+    stream = np.maximum(stream, tiny)
     along = inner / stream
-    cosine = (along / length.clamp_min(tiny)).clamp(-1, 1)
-    across = length * ((1 - cosine) * (1 + cosine)).sqrt()
-    every = {"relative": length / stream, "cosine": cosine, "along": along, "across": across}
-    return {name: every[name] for name in wanted if name in every}
+    cosine = np.clip(along / np.maximum(length, tiny), -1, 1)
+    across = length * np.sqrt((1 - cosine) * (1 + cosine))
+    return {"relative": length / stream, "cosine": cosine, "along": along, "across": across}
 
 
 class Heads:
@@ -41,17 +40,17 @@ class Heads:
         self._grams: dict[tuple[str, NormForm | None], Tensor] = {}
 
     def length(
-        self, z: Float[Tensor, "row z"], write: Write, form: NormForm | None, scale: Float[Tensor, "row 1"] | float
-    ) -> Float[Tensor, "row head"]:
+        self, z: Float[Tensor, "row z"], write: Write, form: NormForm | None, scale: Float64[np.ndarray, "row 1"] | float
+    ) -> Float64[np.ndarray, "row head"]:
         """sqrt(z_h G_h z_h), times the scale of the branch norm that the write goes through."""
         by_head = z.unflatten(-1, (write.n_heads, -1)).transpose(0, 1)
-        square = (torch.bmm(by_head, self._gram(write, form).to(z)) * by_head).sum(-1).clamp_min(0)
-        return square.sqrt().T * scale
+        square = vectors.inner(torch.bmm(by_head, self._gram(write, form).to(z)), by_head)
+        return np.sqrt(np.maximum(square, 0)).T * scale
 
-    def inner(self, z: Float[Tensor, "row z"], write: Write, direction: Float[Tensor, "row d_model"]) -> Float[Tensor, "row head"]:
+    def inner(self, z: Float[Tensor, "row z"], write: Write, direction: Float[Tensor, "row d_model"]) -> Float64[np.ndarray, "row head"]:
         """<head's write before its branch norm, direction>."""
         pulled = pulled_through(self.module.get_submodule(write.leaf), direction, z)
-        return (pulled * z).unflatten(-1, (write.n_heads, -1)).sum(-1)
+        return vectors.inner(*(each.unflatten(-1, (write.n_heads, -1)) for each in (pulled, z)))
 
     def _gram(self, write: Write, form: NormForm | None) -> Tensor:
         key = (write.leaf, id(form))

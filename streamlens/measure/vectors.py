@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int, Int64, Shaped
 from torch import Tensor
 
 MEASURES = ("l2", "rms", "mean", "std", "max_abs", "max_index")
@@ -20,62 +21,131 @@ MASSIVE, TIMES_MEDIAN = 100.0, 1000.0
 """A coordinate is massive above 100 and from 1000 times the median of its prompt's (Sun et al. 2024, arXiv 2402.17762)."""
 
 
-def measured(x: Float[Tensor, "row d_model"], wanted: Collection[str]) -> dict[str, Float[Tensor, " row"]]:
-    """The wanted measures of each vector."""
-    out: dict[str, Tensor] = {}
-    if {"l2", "rms", "std"} & set(wanted):
-        out["l2"] = torch.linalg.vector_norm(x, dim=-1)
+FEW_THREADS = 4
+"""With up to so many, one that does everything to a block of rows while the block is in its cache is faster than all that share each
+kernel: starting them takes longer than a kernel does."""
+
+_BLOCK = 2**18  # bytes
+_FROM = {"rms": ("l2",), "std": ("l2", "mean"), "max_abs": ("max_index",)}
+
+
+def measured(
+    x: Float[Tensor, "row d_model"], wanted: Collection[str], beside: Float[Tensor, "row d_model"] | None = None
+) -> dict[str, Float64[np.ndarray, " row"]]:
+    """At least the wanted measures of each vector, and `inner`, its inner product with the vector `beside` it, where there is one."""
+    needed = {name for measure in wanted for name in _FROM.get(measure, (measure,))}
+    out = (_by_blocks if _few_threads(x) else _by_kernels)(x, beside, needed)
+    if "l2" in out:
         out["rms"] = out["l2"] / x.shape[-1] ** 0.5
-    if {"mean", "std"} & set(wanted):
-        out["mean"] = x.mean(-1)
     if "std" in wanted:
         out["std"] = _std(x, out["rms"], out["mean"])
-    if {"max_abs", "max_index"} & set(wanted):
-        out["max_abs"], out["max_index"] = largest_coordinate(x)
-    return {name: out[name] for name in wanted if name in out}
+    return out
 
 
-def _std(x: Float[Tensor, "row d_model"], rms: Float[Tensor, " row"], mean: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+def inner(one: Float[Tensor, "*row width"], other: Float[Tensor, "*row width"]) -> Float64[np.ndarray, "*row"]:
+    """Inner products of vectors."""
+    return np.vecdot(one.numpy(), other.numpy()).astype(float) if _few_threads(one) else array(torch.linalg.vecdot(one, other))
+
+
+def array(x: Shaped[Tensor, "*row"]) -> Float64[np.ndarray, "*row"]:
+    """Of numbers that are few beside what they were taken from."""
+    return x.detach().cpu().double().numpy()
+
+
+def _few_threads(x: Tensor) -> bool:
+    return x.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
+
+
+def _by_blocks(x: Tensor, beside: Tensor | None, needed: Collection[str]) -> dict[str, Float64[np.ndarray, " row"]]:
+    """l2, mean, inner, max_index and max_abs, block by block of rows."""
+    rows, other = x.numpy(), None if beside is None else beside.numpy()
+    n, width = rows.shape
+    out = {name: np.empty(n) for name in needed if name in ("l2", "mean")} | ({} if other is None else {"inner": np.empty(n)})
+    index, ones = np.empty(n, dtype=np.int64), np.ones(width, dtype=rows.dtype)
+    step = max(1, _BLOCK // (width * rows.itemsize))
+    size = np.empty((min(step, n), width), dtype=rows.dtype)
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        block = rows[part]
+        if "l2" in out:
+            out["l2"][part] = np.vecdot(block, block)
+        if "mean" in out:
+            out["mean"][part] = np.vecdot(block, ones)
+        if other is not None:
+            out["inner"][part] = np.vecdot(block, other[part])
+        if "max_index" in needed:
+            np.abs(block, out=size[: len(block)]).argmax(-1, out=index[part])
+    if "l2" in out:
+        np.sqrt(out["l2"], out=out["l2"])
+    if "mean" in out:
+        out["mean"] /= width
+    if "max_index" in needed:
+        out |= {"max_index": index.astype(float), "max_abs": np.abs(rows[np.arange(n), index]).astype(float)}
+    return out
+
+
+def _by_kernels(x: Tensor, beside: Tensor | None, needed: Collection[str]) -> dict[str, Float64[np.ndarray, " row"]]:
+    """The same, one kernel after the other: for an accelerator, and for many threads."""
+    out: dict[str, Tensor] = {}
+    if "l2" in needed:
+        out["l2"] = torch.linalg.vector_norm(x, dim=-1)
+    if "mean" in needed:
+        out["mean"] = x.mean(-1)
+    if beside is not None:
+        out["inner"] = torch.linalg.vecdot(x, beside)
+    if "max_index" in needed:
+        size = x.abs()
+        out["max_index"] = size.argmax(-1)
+        out["max_abs"] = size.gather(-1, out["max_index"][:, None])[:, 0]
+    return {name: array(value) for name, value in out.items()}
+
+
+def _std(
+    x: Float[Tensor, "row d_model"], rms: Float64[np.ndarray, " row"], mean: Float64[np.ndarray, " row"]
+) -> Float64[np.ndarray, " row"]:
     """sqrt(rms^2 - mean^2), which is a pass less than the definition; where the two cancel, by the definition."""
-    std = ((rms - mean.abs()) * (rms + mean.abs())).clamp_min(0).sqrt()
-    cancels = mean.abs() > 0.7 * rms
-    if bool(cancels.any()):
-        std[cancels] = x[cancels].std(-1, correction=0)
+    size = np.abs(mean)
+    std = np.sqrt(np.maximum((rms - size) * (rms + size), 0))
+    cancels = np.flatnonzero(size > 0.7 * rms)
+    if len(cancels):
+        std[cancels] = array(x[torch.from_numpy(cancels).to(x.device)].std(-1, correction=0))
     return std
 
 
-def largest_coordinate(x: Float[Tensor, "row d_model"]) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """The largest absolute coordinate of each vector, and which one it is."""
-    size = x.abs()
-    # On a CPU, torch's own argmax takes several times as long as numpy's.
-    index = torch.from_numpy(size.numpy().argmax(-1)) if size.device.type == "cpu" else size.argmax(-1)
-    return size.gather(-1, index[:, None])[:, 0], index.to(x.dtype)
-
-
 def massive(
-    x: Float[Tensor, "batch pos d_model"], lengths: Int[np.ndarray, " batch"], largest: Float[Tensor, "batch pos"]
-) -> Int[Tensor, "batch pos"]:
+    x: Float[Tensor, "batch pos d_model"], lengths: Int[np.ndarray, " batch"], largest: Float[np.ndarray, "batch pos"]
+) -> Int64[np.ndarray, "batch pos"]:
     """How many coordinates are massive at each position, of prompts of these lengths whose `largest` coordinate is known.
 
     The median is over the prompt's own tokens and all of their coordinates.
     """
     counts = np.zeros(largest.shape, dtype=np.int64)
-    large = (largest > MASSIVE).cpu().numpy()
-    for row in np.flatnonzero(large.any(-1)):
-        at = np.flatnonzero(large[row, : lengths[row]])
-        size = np.abs(x[row, : lengths[row]].cpu().numpy())
-        candidates = np.sort(size[at][size[at] > MASSIVE])
-        least = _least_massive(size, candidates)
-        if least < len(candidates):
-            counts[row, at] = np.count_nonzero(size[at] >= candidates[least], axis=-1)
-    return torch.from_numpy(counts)
+    for row, length in enumerate(lengths):
+        most = largest[row, :length]
+        if (most > MASSIVE).any():
+            size = np.abs(x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy())
+            least, missed = _between(size, most.astype(size.dtype), np.inf, MASSIVE)
+            tokens = np.flatnonzero(most >= least)
+            least, _ = _between(size, size[tokens], least, missed)
+            counts[row, tokens] = np.count_nonzero(size[tokens] >= least, axis=-1)
+    return counts
 
 
-def _least_massive(size: np.ndarray, candidates: np.ndarray) -> int:
-    """The first candidate at whose thousandth part or below at least half of all coordinates lie: bisected, without a median's sort."""
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        below = np.count_nonzero(size <= candidates[middle] / TIMES_MEDIAN)
-        low, high = (low, middle) if 2 * below >= size.size else (middle + 1, high)
-    return low
+def _between(
+    size: Float[np.ndarray, "pos d_model"], some: Float[np.ndarray, "*some"], massive: float, missed: float
+) -> tuple[float, float]:
+    """The least massive and the largest other of some coordinates of a prompt, where they are between what is known to be either.
+
+    Whether one is massive is asked by counting how many of all lie at or below its thousandth part, from the largest on, since of hundreds
+    above 100 often one is; a median would take longer than some counts.
+    """
+    candidates = np.sort(some[(some > missed) & (some < massive)])[::-1]
+
+    def falls_short(i: int) -> bool:
+        return bool(2 * np.count_nonzero(size <= candidates[i] / TIMES_MEDIAN) < size.size)
+
+    found, step = 0, 1
+    while found + step <= len(candidates) and not falls_short(found + step - 1):
+        found, step = found + step, 2 * step
+    found = bisect_left(range(len(candidates)), True, found, min(found + step - 1, len(candidates)), key=falls_short)
+    return float(candidates[found - 1]) if found else massive, float(candidates[found]) if found < len(candidates) else missed

@@ -15,15 +15,36 @@ from tests.tolerances import HAND
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
 
 
+@pytest.fixture(params=["one thread for all", "all threads for each kernel"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(vectors, "FEW_THREADS", 10**6 if request.param == "one thread for all" else 0)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("offset", [0.0, 3.0, 1e3])
-def test_spread_and_largest_coordinate(offset):
-    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(0)) + offset
-    found = vectors.measured(x, vectors.MEASURES)
-    exact = x.double()
-    torch.testing.assert_close(found["std"].double(), exact.std(-1, correction=0), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found["mean"].double(), exact.mean(-1), rtol=1e-5, atol=1e-7)
-    assert torch.equal(found["max_index"].long(), x.abs().argmax(-1))
-    assert torch.equal(found["max_abs"], x.abs().amax(-1))
+def test_length_spread_largest_coordinate_and_inner_product(offset, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, beside = (torch.randn(1500, 96, generator=generator, dtype=dtype) for _ in range(2))
+    x = x + offset
+    x[::7, 5] *= -300  # a massive coordinate
+    found = vectors.measured(x, vectors.MEASURES, beside)
+    exact, other, error = x.double(), beside.double(), 1e-6 if dtype == torch.float32 else 1e-12
+    np.testing.assert_allclose(found["l2"], exact.norm(dim=-1), rtol=error)
+    np.testing.assert_allclose(found["rms"], exact.square().mean(-1).sqrt(), rtol=error)
+    np.testing.assert_allclose(found["std"], exact.std(-1, correction=0), rtol=10 * error)
+    np.testing.assert_allclose(found["mean"], exact.mean(-1), atol=error * exact.square().mean().sqrt().item())
+    assert (np.abs(found["inner"] - (exact * other).sum(-1).numpy()) <= error * (exact.norm(dim=-1) * other.norm(dim=-1)).numpy()).all()
+    assert (found["max_index"] == x.abs().argmax(-1).numpy()).all()
+    assert (found["max_abs"] == x.abs().amax(-1).double().numpy()).all()
+
+
+@pytest.mark.usefixtures("way")
+def test_vectors_of_one_number_and_of_none():
+    found = vectors.measured(torch.tensor([[0.1] * 96, [0.0] * 96, [-3e4] * 96]), vectors.MEASURES)
+    np.testing.assert_allclose(found["std"] / [0.1, 1, 3e4], 0, atol=1e-6)
+    np.testing.assert_allclose(found["l2"], np.array([0.1, 0, 3e4]) * 96**0.5, rtol=1e-6)
+    assert found["max_index"].tolist() == [0, 0, 0]
 
 
 def slow_massive(x):
@@ -38,7 +59,7 @@ def test_massive_coordinates_by_the_published_rule():
     x[:, 0, 3:9] = torch.tensor([99.0, 101.0, -180.0, 240.0, -310.0, 2e3])
     x[2, 4, 7] = -5e3
     lengths = np.array([12, 12, 9, 12, 3])
-    found = vectors.massive(x, lengths, x.abs().amax(-1))
+    found = torch.from_numpy(vectors.massive(x, lengths, x.abs().amax(-1).numpy()))
     for row, length in enumerate(lengths):
         assert torch.equal(found[row, :length], slow_massive(x[row, :length]))
         assert not found[row, length:].any()
