@@ -39,14 +39,14 @@ def blocks_of(model):
 
 
 @contextmanager
-def removed(model, layers: Iterable[int], late: int = 0) -> Iterator[None]:
-    """Blocks whose output is their input from position `late` on, computed all the same."""
+def removed(model, layers: Iterable[int], late: int = 0, until: int | None = None) -> Iterator[None]:
+    """Blocks whose output is their input from position `late` on, before `until`, computed all the same."""
     n_streams = getattr(model.module.config, "altup_num_inputs", 0)
 
     def gone(block, args, kwargs, out):
         out, rest = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         new, entered = out.clone(), args[0] if args else kwargs["hidden_states"]
-        at = (slice(None), slice(None), slice(late, None)) if n_streams else (slice(None), slice(late, None))
+        at = (slice(None), slice(None), slice(late, until)) if n_streams else (slice(None), slice(late, until))
         new[at] = entered[at]
         return new if rest is None else (new, *rest)
 
@@ -59,9 +59,9 @@ def removed(model, layers: Iterable[int], late: int = 0) -> Iterator[None]:
 
 
 @torch.no_grad()
-def printed(model, layers: Iterable[int], late: int = 0, prompts=PROMPTS) -> list[torch.Tensor]:
+def printed(model, layers: Iterable[int], late: int = 0, until: int | None = None, prompts=PROMPTS) -> list[torch.Tensor]:
     """What the model prints for each prompt by itself, without these blocks."""
-    with removed(model, layers, late):
+    with removed(model, layers, late, until):
         return [model.module(input_ids=torch.tensor([p]), use_cache=False).logits[0].double() for p in prompts]
 
 
@@ -110,6 +110,20 @@ def test_removals_at_some_positions_are_hooked_forward_passes(model):
         for layer, rows in df.groupby("layer"):
             assert gap(rows, printed(model, [layer], late=2, prompts=prompts)) <= LIMIT
             assert abs(rows[rows.position < 2].delta).max() <= LIMIT * abs(rows.clean).max()
+
+
+def test_removals_at_each_position_in_turn_are_hooked_forward_passes(model):
+    df = sl.ablate(model, PROMPTS, layers=1, at="each", **READ)
+    for at, rows in df.groupby("at"):
+        truth = printed(model, [1], at, at + 1)
+        assert gap(rows, [t for t, p in zip(truth, PROMPTS, strict=True) if at < len(p)]) <= LIMIT
+
+
+def test_named_sets_of_blocks_are_hooked_forward_passes(model):
+    sets = {"ends": [0, model.n_layers - 1], "start": [0, 1]}
+    df = sl.ablate(model, LONGER, layers=sets, **READ)
+    for name, layers in sets.items():
+        assert gap(df[df["set"] == name], printed(model, layers, prompts=LONGER)) <= LIMIT
 
 
 @torch.no_grad()

@@ -60,8 +60,9 @@ def ablate(
 
     `keep`: an :class:`streamlens.Keep` that says in which dtype, on which device and up to how many bytes in memory the clean streams
     are kept. `resume`: a folder that keeps what is finished; the same call on the same model and prompts goes on from there.
-    `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, and :class:`NumericError` where a
-    value is not finite.
+    `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, :class:`NumericError` where a
+    value is not finite, and :class:`UnsupportedModelError` for a model of several vectors a token (Gemma-3n, DeepSeek-V4) unless whole
+    blocks are removed.
 
     Sources: Veit et al. 2016 and Men et al. 2024 (block removal), Wang et al. 2022 (mean ablation), Chan et al. 2022 (resampling), Zhang
     and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).

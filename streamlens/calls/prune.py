@@ -47,7 +47,8 @@ def prune(
     positions that are read), "shortgpt" (least block influence first, over all tokens but the first), "angular" (for each number the run
     of blocks, from `layer` on and `span` long, whose ends are least apart at the last token), "random" (`n_samples` orders drawn with
     `seed`), or {name: list of layers}. `method` names it. `steps`: how many blocks go, all but one by default. Targets, positions and
-    metrics as for :func:`ablate`. Raises :class:`InputError`, and :class:`NumericError` where a value is not finite.
+    metrics as for :func:`ablate`. Raises :class:`InputError`, :class:`NumericError` where a value is not finite, and
+    :class:`UnsupportedModelError` for "shortgpt" and "angular" of a model of several vectors a token.
 
     Sources: Men et al. 2024 (ShortGPT), Gromov et al. 2024 (angular).
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -57,14 +58,14 @@ def prove_blocks(
 
 
 def _variants(anatomy: Anatomy, batch: TokenBatch) -> Variants:
-    """Nothing changed from every block on; an early, a middle and the last block removed, everywhere and at later tokens; two at once."""
+    """Nothing changed from every block on; an early, a middle and the last block removed, everywhere and at later tokens; each half."""
     n, nowhere = anatomy.n_layers, torch.zeros_like(batch.mask)
     late = (torch.arange(batch.ids.shape[1]) > 1).expand_as(batch.mask)
     removed = sorted({0, n // 2, n - 1})
     return [
         *([changes.block(anatomy, layer, at=nowhere)] for layer in range(n)),
         *([changes.block(anatomy, layer, at=at)] for layer in removed for at in (None, late)),
-        [changes.block(anatomy, layer) for layer in sorted({n // 2, min(n // 2 + 1, n - 1)})],
+        *([changes.block(anatomy, layer) for layer in span] for span in (range(n // 2 + 1), range(n // 2, n))),
     ]
 
 
@@ -78,13 +79,20 @@ def _hooked(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, made: Sequen
 
 
 def _worst(module: nn.Module, anatomy: Anatomy, batch: TokenBatch, variants: Variants, truth: Sequence[Tensor]) -> float:
-    """The largest gap: the variants one by one from the last to the first, then all in one pass."""
+    """The largest gap: the variants one by one from the last to the first, then those that start at one block in one pass."""
+    pairs = list(zip(variants, truth, strict=True))
     found: list[tuple[Tensor, Tensor]] = []
     with Replay(module, anatomy) as replay:
         found.append((truth[0], _own(replay.record(batch.ids, batch.mask), batch)))
-        for variant, true in list(zip(variants, truth, strict=True))[::-1]:
+        for variant, true in reversed(pairs):
             found.append((true, _own(replay.changed(*variant), batch)))
-        found += [(true, _own(hidden, batch)) for true, hidden in zip(truth, replay.each(variants), strict=True)]
+
+        def start(pair: tuple[Sequence[Change], Tensor]) -> int:
+            return replay.first(pair[0])
+
+        for _, group in groupby(sorted(pairs, key=start), key=start):
+            made, true = zip(*group, strict=True)
+            found += zip(true, (_own(hidden, batch) for hidden in replay.each(made)), strict=True)
     gaps = [_gap(hidden, true) for true, hidden in found]
     return max(gap if gap == gap else float("inf") for gap in gaps)
 
