@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator
 
 from streamlens.errors import InputError, choice
 from streamlens.figures import frames, labels
-from streamlens.figures.ablation import axis_of
-from streamlens.figures.style import DIVERGING, axes, title
+from streamlens.figures.ablation import axis_of, name_of
+from streamlens.figures.style import DIVERGING, axes, plain_bar, title
 from streamlens.stats import mean_interval
 
 _NEEDED = ("prompt", "position", "target", "versus", "unit", "method", "layer", "sublayer", "span", "head", "metric", "delta")
@@ -68,7 +68,7 @@ def _changes(rows: pd.DataFrame, across: str, metric: str, value: str, ax: Axes 
     norm = Normalize(middle - largest, middle + largest)
     mesh = ax.pcolormesh(*_edges(grid), grid, cmap=colours, norm=norm, edgecolors="face", linewidth=0.1)
     ax.set(xlabel=across, ylabel="layer", ylim=(len(grid) - 0.5, -0.5))
-    ax.figure.colorbar(mesh, ax=ax).set_label(axis_of(metric) if value == "delta" else f"{metric} recovered")
+    ax.figure.colorbar(mesh, ax=ax).set_label(axis_of(metric) if value == "delta" else f"share of the {name_of(metric)} that is left")
     return _finished(ax, means)
 
 
@@ -93,7 +93,7 @@ def spans(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss") -> Axe
     shown = np.where(np.isnan(grid), np.nan, np.maximum(grid, low))
     mesh = ax.pcolormesh(*_edges(grid, y=1), shown, cmap="viridis", norm=norm, edgecolors="face", linewidth=0.1)
     ax.set(xlabel="first block removed", ylabel="blocks removed")
-    bar = ax.figure.colorbar(mesh, ax=ax, extend="min" if np.nanmin(grid) < low else "neither")
+    bar = plain_bar(ax.figure.colorbar(mesh, ax=ax, extend="min" if np.nanmin(grid) < low else "neither"))
     bar.set_label(axis_of(metric))
     return _finished(ax, means)
 

@@ -32,6 +32,11 @@ def axis_of(metric: str) -> str:
     return _METRICS.get(metric, f"Δ {metric}")
 
 
+def name_of(metric: str) -> str:
+    """A metric in words, without its unit."""
+    return axis_of(metric).removeprefix("Δ ").partition(" (")[0]
+
+
 def removal(df: pd.DataFrame, ax: Axes | None = None, metric: str = "loss", by: str | Sequence[str] | None = None) -> Axes:
     """What breaks without a layer: the change of `metric` against the layer removed, one curve a unit (block, attn, mlp, mixer).
 

@@ -56,3 +56,9 @@ def layer_axis(ax: Axes, layers: pd.Series) -> None:
     span = max(1, layers.max() - layers.min())
     ax.set_xlim(layers.min() - 0.02 * span - 0.2, layers.max() + 0.02 * span + 0.2)
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+
+
+def layer_label(df: pd.DataFrame) -> str:
+    """The axis of layers at whose input something is read, and after the last (site final)."""
+    last = df.loc[df["site"] == "final", "layer"].unique() if "site" in df.columns else ()
+    return f"layer ({last[0]} is after the last)" if len(last) == 1 else "layer"

@@ -11,7 +11,8 @@ from matplotlib.colors import LogNorm, Normalize
 
 from streamlens.errors import InputError, choice
 from streamlens.figures import frames, labels
-from streamlens.figures.style import axes, title
+from streamlens.figures.lines import layer_label
+from streamlens.figures.style import axes, plain_bar, title
 from streamlens.stats import log_norms
 
 _MAP = "viridis"
@@ -19,7 +20,7 @@ _TOKENS = 24  # more would not be legible under a map
 
 
 def norm_map(df: pd.DataFrame, ax: Axes | None = None, measure: str = "l2") -> Axes:
-    """The stream's norm at every layer and position, on a logarithmic colour scale that position 0 does not swallow.
+    """The stream's norm at every layer, from the first down, and position, on a logarithmic colour scale that position 0 does not swallow.
 
     `df` is a norms table of one model; of several prompts a cell is their geometric mean. The scale reaches over the positions from 1 on;
     what position 0 has beyond it gets the last colour, and the colour bar says how large it is. One short prompt has its tokens below.
@@ -36,9 +37,10 @@ def norm_map(df: pd.DataFrame, ax: Axes | None = None, measure: str = "l2") -> A
     mesh = ax.pcolormesh(*edges, cells, cmap=_MAP, norm=LogNorm(low, high if high > low else low * 1.01), rasterized=True)
     top, bottom = float(np.nanmax(cells)), float(np.nanmin(cells))
     extend = {(False, False): "neither", (True, False): "max", (False, True): "min", (True, True): "both"}[top > high, bottom < low]
-    bar = ax.figure.colorbar(mesh, ax=ax, extend=extend)
+    bar = plain_bar(ax.figure.colorbar(mesh, ax=ax, extend=extend))
     bar.set_label("norm" if extend == "neither" else f"norm (position 0: {_range(cells[0])})")
-    ax.set(xlabel="position", ylabel="layer")
+    ax.set(xlabel="position", ylabel=layer_label(rows))
+    ax.invert_yaxis()
     if rows["prompt"].nunique() == 1 and cells.shape[1] <= _TOKENS and "token" in rows:
         tokens = rows.drop_duplicates("position").sort_values("position")
         ax.set_xticks(tokens["position"], [labels.visible(str(t)) for t in tokens["token"]], rotation=90, parse_math=False)
@@ -48,7 +50,7 @@ def norm_map(df: pd.DataFrame, ax: Axes | None = None, measure: str = "l2") -> A
 
 
 def depth_use(df: pd.DataFrame, ax: Axes | None = None, statistic: str = "max", limit: float | None = None) -> Axes:
-    """What depth is used for: by how much the write of each later layer changes when a layer is taken away.
+    """What depth is used for: by how much the write of each later layer, from the first down, changes when a layer is taken away.
 
     `df` is a depth_use table of one unit ("head" excepted) and one kind of positions. A cell is the relative change of the write of
     the layer on the vertical axis without the one on the horizontal: the largest over positions and prompts (`statistic` "max", as
@@ -79,6 +81,7 @@ def depth_use(df: pd.DataFrame, ax: Axes | None = None, statistic: str = "max", 
     bar.set_label(f"relative change of the write (largest {largest:.3g})" if largest > top else "relative change of the write")
     where = {"all": "at every position but the first", "future": "at earlier positions alone"}[df["positions"].iloc[0]]
     ax.set(xlabel=f"{df['unit'].iloc[0]} taken away", ylabel="layer whose write changes")
+    ax.invert_yaxis()
     title(ax, f"{statistic} of {labels.sample(pd.Series([df['prompt'].nunique()]))}, taken away {where}")
     ax.spines[:].set_visible(False)
     return ax

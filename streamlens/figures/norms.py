@@ -100,9 +100,7 @@ def growth(
         ax.plot([], [], color="0.4", linestyle="--", linewidth=thin(), label="position 0")
     lines.layer_axis(ax, curves["layer"])
     plain_log_axis(ax)
-    final = rows.loc[rows["site"] == "final", "layer"].unique()
-    after = f" ({final[0]} is after the last)" if len(final) == 1 else ""
-    ax.set(xlabel=f"layer{after}", ylabel=_MEASURES.get(measure, measure))
+    ax.set(xlabel=lines.layer_label(rows), ylabel=_MEASURES.get(measure, measure))
     n = labels.sample(curves["n"])
     title(ax, n if n == "1 prompt" else f"geometric mean of {n}, 95% interval")
     ax.legend()

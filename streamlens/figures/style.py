@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -118,6 +119,13 @@ def plain_log_axis(ax: Axes) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else decades)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def plain_bar(bar: Colorbar) -> Colorbar:
+    """Plain numbers beside logarithmic colours."""
+    bar.formatter = FuncFormatter(lambda value, _: f"{value:g}")
+    bar.minorformatter = NullFormatter()
+    return bar
 
 
 def save(fig_or_ax: Figure | Axes, path_stem: str | Path, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:

@@ -80,7 +80,7 @@ def gradients(df: pd.DataFrame, ax: Axes | None = None, by: str | Sequence[str] 
     for key, look in lines.looks(means[by]).items():
         lines.draw(ax, lines.of(means, by, key), lines.name(key), look)
     lines.layer_axis(ax, means["layer"])
-    ax.set(xlabel="layer", ylabel="norm of the loss gradient")
+    ax.set(xlabel=lines.layer_label(df), ylabel="norm of the loss gradient")
     _mean_title(ax, means, "geometric mean")
     if by:
         ax.legend()

@@ -68,6 +68,9 @@ def test_a_map_of_norms_is_not_swallowed_by_position_0(norms):
     bar = ax.figure.axes[1]
     assert bar.get_ylabel().startswith("norm (position 0: ")
     assert ax.get_title() == "geometric mean of 3 prompts"
+    assert ax.get_ylim() == (cells.index.max() + 0.5, -0.5)  # from the first layer down, as every map of layers
+    bar.figure.canvas.draw()
+    assert all("10^" not in text.get_text() for text in bar.get_yticklabels())
     large = figures.norm_map(df.assign(value=100 * df.value / df.value.min()))
     assert "position 0: 8280 to 11100" in large.figure.axes[1].get_ylabel()
 
@@ -94,6 +97,7 @@ def test_depth_use_is_a_matrix_of_later_layers(statistic):
             else:
                 assert cells[to, layer] == pytest.approx(getattr(values, statistic)())
     assert ax.get_title().replace("\n", " ") == f"{statistic} of 4 prompts, taken away at every position but the first"
+    assert ax.get_ylim() == (LAYERS - 0.5, -0.5)
     assert figures.depth_use(df, limit=0.5).collections[0].norm.vmax == 0.5
 
 
@@ -125,8 +129,10 @@ def test_gradients_are_geometric_means_where_there_are_any():
     df = frame(["prompt", "position", "layer"], range(PROMPTS), range(POSITIONS), range(LAYERS + 1))
     df["value"] = np.exp(np.random.default_rng(0).normal(0, 1, size=len(df)))
     df.loc[(df.layer == LAYERS) & (df.position == POSITIONS - 1), "value"] = 0.0
-    df = schema.apply(df.assign(site="resid_pre", token="x", loss=1.0), "gradients")
+    df["site"] = np.where(df.layer == LAYERS, "final", "resid_pre")
+    df = schema.apply(df.assign(token="x", loss=1.0), "gradients")
     ax = figures.gradients(df)
+    assert ax.get_xlabel() == f"layer ({LAYERS} is after the last)"
     rows = df[(df.position > 0) & (df.value > 0)]
     expected = np.exp(np.log(rows.value).groupby([rows.layer, rows.prompt]).mean().groupby("layer").mean())
     np.testing.assert_allclose(ax.lines[0].get_ydata(), expected, rtol=1e-12)
