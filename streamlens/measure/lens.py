@@ -5,7 +5,7 @@ nostalgebraist 2020 for the method. Streams are kept at the rows that are read; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,13 @@ from streamlens.stream.unembed import Unembed, largest
 SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "final")
 NORMS = ("recomputed", "frozen")
 
-SCRATCH_ELEMENTS = 2**20
-"""Elements of what is made of the logits on the way to a sum: few enough to stay in a cache."""
+SCRATCH_ELEMENTS = 2**22
+"""Elements of what is made of the logits on the way to a sum: few enough to stay in a cache, and many for one start of the threads."""
+
+
+EXPONENT = 60.0
+"""Up to which exponentials are summed as they are, and where a larger or smaller greatest one is moved to: float32 holds e^60 times
+any vocabulary, and e^-87, below which its arithmetic is slow, counts for nothing beside it."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +76,22 @@ def lens_batch(
     flat = flat_index(batch, *places)
     hidden, streams = _streams(module, anatomy, batch, flat, sites)
     readouts = with_top(readouts, batch, hidden, unembed)
-    reader = _Reader(unembed, flat, flat_index(batch, readouts.prompt, readouts.position), readouts.target, top_k)
-    found = []
+    wanted = tuple(place for place in streams if place[0] in sites)
+    shape = len(wanted), len(norms)
+    read = hidden.new_empty(*shape, len(flat), hidden.shape[-1])
     with Tail(module, anatomy) as tail:
         tail.fit(streams["final", anatomy.n_layers], at(hidden, flat))
-        wanted = {place: stream for place, stream in streams.items() if place[0] in sites}
-        for stream in wanted.values():
-            found += [reader.read(tail(stream, frozen=norm == "frozen")) for norm in norms]
-    top, target = ([_stacked(parts, (len(wanted), len(norms))) for parts in zip(*side, strict=True)] for side in zip(*found, strict=True))
-    ids = np.broadcast_to(readouts.target, target[0].shape)
-    return Lens(*places, tuple(wanted), norms, Tokens(*top), readouts, Tokens(ids, *target))
+        for place, by_norm in zip(wanted, read, strict=True):
+            stream = streams.pop(place)
+            for norm, out in zip(norms, by_norm, strict=True):
+                out.copy_(tail(stream, frozen=norm == "frozen"))
+    order = np.argsort(flat)
+    row = order[np.searchsorted(flat, flat_index(batch, readouts.prompt, readouts.position), sorter=order)]
+    # All sites are read as one: a product of many rows costs less than many products, and one row of each site hardly more than one row.
+    rows = (len(flat) * np.arange(np.prod(shape))[:, None] + row).reshape(-1)
+    top, target = _read(unembed, read.flatten(0, 2), rows, np.tile(readouts.target, np.prod(shape)), top_k)
+    top, target = [x.reshape(*shape, len(flat), top_k) for x in top], [x.reshape(*shape, len(row)) for x in target]
+    return Lens(*places, wanted, norms, Tokens(*top), readouts, Tokens(np.broadcast_to(readouts.target, target[0].shape), *target))
 
 
 @torch.no_grad()
@@ -113,40 +124,27 @@ def _streams(
     return hidden, kept
 
 
-def _stacked(parts: tuple[np.ndarray, ...], lead: tuple[int, int]) -> np.ndarray:
-    return np.stack(parts).reshape(*lead, *parts[0].shape)
-
-
-class _Reader:
-    """Logits of one stream at a time, a chunk of rows at once: the top of each row, and the named targets."""
-
-    def __init__(self, unembed: Unembed, flat: np.ndarray, at_target: np.ndarray, target: np.ndarray, top_k: int):
-        self.unembed, self.top_k = unembed, top_k
-        order = np.argsort(flat)
-        self.row, self.target = order[np.searchsorted(flat, at_target, sorter=order)], target
-        # One compare serves one target a row.
-        self.turn = ordinals(self.row)
-
-    def read(self, hidden: Float[Tensor, "row width"]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """(id, rank, logit, probability) `[row, k]` of the top, and (rank, logit, probability) `[target]`."""
-        top, target = [], [np.empty(len(self.target), dtype=dtype) for dtype in (np.int64, np.float64, np.float64)]
-        for chunk, logits in self.unembed.each_logits(hidden):
-            values, ids = largest(logits, max(self.top_k, 1))
-            log_normalizer = values[:, 0] + _over_vocab(logits, values[:, 0], lambda z, top, out: torch.sub(z, top, out=out).exp_()).log_()
-            top.append(_top(values, ids, log_normalizer, self.top_k))
-            for which, rows, tokens in self._turns(chunk, hidden.device):
-                found = _targets(logits, rows, tokens, log_normalizer)
-                for column, value in zip(target, found, strict=True):
-                    column[which] = value.cpu().numpy()
-        return tuple(np.concatenate(parts) for parts in zip(*top, strict=True)), tuple(target)
-
-    def _turns(self, chunk: slice, device: torch.device) -> Iterator[tuple[np.ndarray, Tensor, Tensor]]:
-        """(index into the targets, row of the chunk, token) of the chunk's targets, at most one a row at a time."""
-        inside = np.flatnonzero((self.row >= chunk.start) & (self.row < chunk.stop))
-        for turn in np.unique(self.turn[inside]):
-            which = inside[self.turn[inside] == turn]
-            which = which[np.argsort(self.row[which])]
-            yield which, torch.from_numpy(self.row[which] - chunk.start).to(device), torch.from_numpy(self.target[which]).to(device)
+def _read(
+    unembed: Unembed,
+    hidden: Float[Tensor, "row width"],
+    at_row: Int64[np.ndarray, " target"],
+    target: Int64[np.ndarray, " target"],
+    top_k: int,
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """(id, rank, logit, probability) `[row, k]` of the top, and (rank, logit, probability) `[target]`, from a chunk of rows at a time."""
+    top, found = [], tuple(np.empty(len(target), dtype=dtype) for dtype in (np.int64, np.float64, np.float64))
+    turn = ordinals(at_row)  # one compare serves one target a row
+    for chunk, logits in unembed.each_logits(hidden):
+        values, ids = largest(logits, max(top_k, 1))
+        log_normalizer = _log_normalizer(logits, values[:, 0])
+        top.append(_top(values, ids, log_normalizer, top_k))
+        inside = np.flatnonzero((at_row >= chunk.start) & (at_row < chunk.stop))
+        for now in np.unique(turn[inside]):
+            which = inside[turn[inside] == now]
+            which = which[np.argsort(at_row[which])]
+            for column, value in zip(found, _targets(logits, at_row[which] - chunk.start, target[which], log_normalizer), strict=True):
+                column[which] = value.cpu().numpy()
+    return tuple(np.concatenate(parts) for parts in zip(*top, strict=True)), found
 
 
 def _top(
@@ -160,22 +158,34 @@ def _top(
 
 def _targets(
     logits: Float[Tensor, "chunk vocab"],
-    rows: Int[Tensor, " row"],
-    tokens: Int[Tensor, " row"],
+    at_row: Int64[np.ndarray, " row"],
+    target: Int64[np.ndarray, " row"],
     log_normalizer: Float[Tensor, " chunk"],
 ) -> tuple[Int[Tensor, " row"], Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """(rank, logit, probability)."""
+    """(rank, logit, probability) of one target in each of some rows, in order."""
+    rows, tokens = torch.from_numpy(at_row).to(logits.device), torch.from_numpy(target).to(logits.device)
     value = logits[rows, tokens]
-    # Counted in floats, exact up to 2^24 tokens: a sum of truth values takes six times as long.
-    rank = _over_vocab(logits if len(rows) == len(logits) else logits[rows], value, lambda z, v, out: torch.gt(z, v, out=out))
-    return rank.long(), value, (value - log_normalizer[rows]).exp()
+    ranks = []
+    for some, scratch in _scratch(logits, len(rows)):
+        first, last = at_row[some][[0, -1]]
+        z = logits[first : last + 1] if last - first + 1 == len(scratch) else logits[rows[some]]
+        # Counted in floats, exact up to 2^24 tokens: a sum of truth values takes six times as long.
+        ranks.append(torch.gt(z, value[some, None], out=scratch).sum(-1))
+    return torch.cat(ranks).long(), value, (value - log_normalizer[rows]).exp()
 
 
-def _over_vocab(
-    logits: Float[Tensor, "row vocab"], against: Float[Tensor, " row"], make: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Float[Tensor, " row"]:
-    """The sum over the vocabulary of what `make` makes of logits and a number a row, a few rows at a time in memory that is reused."""
+def _log_normalizer(logits: Float[Tensor, "row vocab"], top: Float[Tensor, " row"]) -> Float[Tensor, " row"]:
+    """The logarithm of the sum of exponentials, given the largest logits; most models' need no shift, which is a pass less."""
+    shift = top - EXPONENT if bool((top.abs() > EXPONENT).any()) else None
+    sums = []
+    for some, scratch in _scratch(logits, len(logits)):
+        z = logits[some] if shift is None else torch.sub(logits[some], shift[some, None], out=scratch).clamp_(min=-87.0)
+        sums.append(torch.exp(z, out=scratch).sum(-1))
+    return torch.cat(sums).log_() + (0.0 if shift is None else shift)
+
+
+def _scratch(logits: Float[Tensor, "row vocab"], n_rows: int) -> Iterator[tuple[slice, Float[Tensor, "part vocab"]]]:
+    """A few rows at a time, and memory for what is made of them, the same each time."""
     n = max(1, SCRATCH_ELEMENTS // logits.shape[-1])
-    scratch = logits.new_empty(min(n, len(logits)), logits.shape[-1])
-    groups = zip(logits.split(n), against[:, None].split(n), strict=True)
-    return torch.cat([make(z, a, scratch[: len(z)]).sum(-1) for z, a in groups])
+    memory = logits.new_empty(min(n, n_rows), logits.shape[-1])
+    return ((slice(start, min(start + n, n_rows)), memory[: n_rows - start]) for start in range(0, n_rows, n))

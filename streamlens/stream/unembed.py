@@ -20,6 +20,9 @@ CHUNK_ELEMENTS = 2**23
 CHUNK_ROWS = 64
 """Rows made at once at least: for fewer, a large vocabulary's weights are read as long as they are multiplied."""
 
+PLAIN_TIMES = 6
+"""So many chunks at once where nothing is made beside the product, whose weights are sorted anew each time: a sixth less at 1024 rows."""
+
 _BLOCK = 64  # neighbouring logits whose maximum stands for them all while the largest are looked for
 
 
@@ -98,16 +101,15 @@ class Unembed:
 
     @torch.no_grad()
     def each_logits(self, hidden: Float[Tensor, "row d_model"]) -> Iterator[tuple[slice, Float[Tensor, "chunk vocab"]]]:
-        """All printed logits, two chunks of rows at a time; they are written over the ones before them where that is possible."""
-        buffer = None
-        for rows in self.chunks(len(hidden), times=2):  # nothing else of this size is held beside them
-            if not self._is_plain:
-                yield rows, self.logits(hidden[rows])
-                continue
+        """All printed logits, a chunk of rows at a time; they are written over the ones before them where that is possible."""
+        if not self._is_plain:
+            yield from ((rows, self.logits(hidden[rows])) for rows in self.chunks(len(hidden), times=2))
+            return
+        table, bias, buffer = self.module.weight.T, self.module.bias, None
+        for rows in self.chunks(len(hidden), times=PLAIN_TIMES if self.logit_map == LogitMap() else 2):
             # A fresh allocation of this size costs a sixth of the product that fills it.
             buffer = hidden.new_empty(rows.stop - rows.start, self.n_vocab) if buffer is None else buffer
-            out, bias = buffer[: rows.stop - rows.start], self.module.bias
-            table = self.module.weight.T
+            out = buffer[: rows.stop - rows.start]
             torch.mm(hidden[rows], table, out=out) if bias is None else torch.addmm(bias, hidden[rows], table, out=out)
             yield rows, apply_map(out, self.logit_map)
 

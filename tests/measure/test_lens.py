@@ -7,6 +7,7 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError, NumericError, UnsupportedModelError
+from streamlens.measure import lens
 from streamlens.stream import unembed
 from tests import byhand
 from tests.models import tiny
@@ -130,16 +131,35 @@ def test_next_has_no_named_row_at_a_last_token():
         assert sorted(end[end.k == 0].position) == list(range(len(ids)))
 
 
-def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(monkeypatch):
-    model = tiny.proven("gemma2")
-    together = sl.lens(model, PROMPTS, target=["top3", 11])
+@pytest.mark.parametrize(("family", "target"), [("gemma2", ["top3", 11]), ("llama", ["top3", 11]), ("llama", "next")])
+def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(family, target, monkeypatch):
+    model = tiny.proven(family)
+    together = sl.lens(model, PROMPTS, target=target)
     monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(unembed, "CHUNK_ROWS", 3)
-    apart = sl.lens(model, PROMPTS, target=["top3", 11], max_tokens=4)
+    monkeypatch.setattr(lens, "SCRATCH_ELEMENTS", 2 * model.anatomy.n_vocab)
+    apart = sl.lens(model, PROMPTS, target=target, max_tokens=4)
     keys = schema.table("lens").key(together)
     assert together[keys].equals(apart[keys])
     assert np.allclose(together.logit, apart.logit, rtol=1e-5, atol=1e-5)
+    assert np.allclose(together.probability, apart.probability, rtol=1e-5, atol=1e-7)
     assert np.array_equal(together["rank"], apart["rank"])
+
+
+@pytest.mark.parametrize("middle", [-1000.0, -80.0, 0.0, 50.0, 1000.0])
+@pytest.mark.parametrize("spread", [0.0, 5.0, 100.0])
+def test_probabilities_are_those_of_the_softmax_wherever_the_logits_stand(middle, spread):
+    logits = middle + spread * torch.randn(50, 1000, generator=torch.Generator().manual_seed(0))
+    found = lens._log_normalizer(logits, logits.amax(-1))
+    assert torch.allclose(found.double(), logits.double().logsumexp(-1), rtol=3e-7, atol=1e-5)
+
+
+def test_all_sites_are_one_product(monkeypatch):
+    model, rows = tiny.proven("llama"), []
+    multiply = torch.mm
+    monkeypatch.setattr(unembed.torch, "mm", lambda a, b, out: rows.append(len(a)) or multiply(a, b, out=out))
+    sl.lens(model, PROMPTS, target=11, sites=SITES, positions="last")
+    assert rows == [2 * (3 * model.n_layers + 1)]
 
 
 def test_one_pass_and_one_unembedding_a_site_at_the_rows_that_are_read(monkeypatch):
