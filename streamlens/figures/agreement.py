@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -22,8 +24,8 @@ def agreement(
     """Does a similarity say what removal costs? One point a layer (or span), its mean `measure` against the measured change of `metric`.
 
     `ablation` and `similarity` are those of :func:`streamlens.stats.rank_agreement`, whose Kendall and Spearman coefficients stand in the
-    title with their 95% intervals. `measure` may be left out where there is one. Layers are named by their numbers. Raises InputError for
-    a measure that is not there, and as rank_agreement does.
+    title with their 95% intervals. `measure` may be left out where there is one. Layers are named by their numbers, those
+    that cost most first, as far as there is room. Raises InputError for a measure that is not there, and as rank_agreement does.
     """
     frames.columns(ablation, ("prompt", "layer", "metric", "delta", "unit"), "an ablation")
     frames.columns(similarity, ("prompt", "layer"), "a similarity or an ablation")
@@ -36,13 +38,25 @@ def agreement(
     ax = axes(ax)
     single = len(points) <= _NAMED and (points["span"] == 1).all() and (points["head"] < 0).all()
     ax.scatter(points["estimate"], points["truth"], color=PALETTE[0], s=8 if single else 5, linewidth=0)
-    for point in points.itertuples() if single else ():
-        ax.annotate(str(point.layer), (point.estimate, point.truth), (2, 2), textcoords="offset points", fontsize="x-small", color="0.3")
+    if single:
+        _name(ax, points)
     ax.set(xlabel=_NAMES.get(measure, f"{measure} estimate"), ylabel=axis_of(metric))
     title(ax, "; ".join(_coefficient(row, name) for name in ("kendall", "spearman")))
     return ax
 
 
+def _name(ax: Axes, points: pd.DataFrame) -> None:
+    font = 0.7 * mpl.rcParams["font.size"]
+    ax.autoscale_view()  # else the limits are only found when the figure is drawn
+    placed = np.empty((0, 2))
+    for point in points.sort_values("truth", key=abs, ascending=False).itertuples():
+        at = ax.transData.transform((point.estimate, point.truth)) * 72 / ax.figure.dpi
+        if (np.abs(placed - at) < (1.4 * font, 0.9 * font)).all(axis=1).any():
+            continue
+        placed = np.vstack([placed, at])
+        ax.annotate(str(point.layer), (point.estimate, point.truth), (2, 2), textcoords="offset points", fontsize=font, color="0.3")
+
+
 def _coefficient(row: pd.Series, name: str) -> str:
     interval = "" if pd.isna(row[f"{name}_low"]) else f" ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
-    return f"{'τ' if name == 'kendall' else 'ρ'} = {row[name]:.2f}{interval}".replace("-", "−")
+    return f"{'τ' if name == 'kendall' else 'ρ'} = {row[name]:.2f}{interval}".replace("-", "−").replace(" ", "\u00a0")

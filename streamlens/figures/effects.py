@@ -58,15 +58,20 @@ def _points(df: pd.DataFrame) -> pd.DataFrame:
 
 
 def _name(ax: Axes, points: pd.DataFrame) -> None:
-    """Names beside the points, on the side where there is room, those on one side pushed apart."""
+    """Names beside the points, on the side where there is room, those that would cover one another pushed apart."""
     low, high = ax.get_ylim()
     font = 0.93 * mpl.rcParams["font.size"]
-    line = 1.1 * font / 72 / (0.7 * ax.figure.get_figheight()) * (high - low)
-    reached = {True: low, False: low}
+    width, height = _inside(ax)
+    line, letter = 1.1 * font / 72 / height * (high - low), 0.6 * font / 72 / width * (high - low)
+    placed = []
     for row in points.sort_values("total").to_dict("records"):
-        left = row["direct"] > 0.5 * (low + high)
-        y = max(row["total"], reached[left] + line)
-        reached[left] = y
+        name, left, y = labels.component(row), row["direct"] > 0.5 * (low + high), row["total"]
+        start = row["direct"] - left * (len(name) + 1) * letter
+        ends = (start, start + (len(name) + 1) * letter)
+        for other, at in placed:  # from the lowest up
+            if other[0] < ends[1] and ends[0] < other[1] and abs(y - at) < line:
+                y = at + line
+        placed = sorted([*placed, (ends, y)], key=lambda item: item[1])
         where = {
             "textcoords": "offset points",
             "xytext": (-5 if left else 5, 0),
@@ -74,4 +79,10 @@ def _name(ax: Axes, points: pd.DataFrame) -> None:
             "va": "center",
             "annotation_clip": False,
         }
-        ax.annotate(labels.component(row), (row["direct"], y), **where, fontsize=font)
+        ax.annotate(name, (row["direct"], y), **where, fontsize=font)
+
+
+def _inside(ax: Axes) -> tuple[float, float]:
+    """Inches that the data get of a figure's width and height, about."""
+    box = ax.get_position()
+    return 0.9 * box.width * ax.figure.get_figwidth(), 0.9 * box.height * ax.figure.get_figheight()

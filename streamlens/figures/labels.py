@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 
@@ -32,8 +33,10 @@ def _glyphs(font: str) -> frozenset[int]:
 
 
 def visible(text: str, longest: int = 24) -> str:
-    """A token in quotes with its spaces; what the font cannot draw is escaped, since matplotlib would draw an empty box and warn."""
+    """A token in quotes with its spaces, long runs of them counted; what the font cannot draw is escaped, since matplotlib would draw an
+    empty box and warn."""
     glyphs = _glyphs(findfont(FontProperties()))
+    text = re.sub(" {4,}", lambda run: f"␣×{len(run[0])}", text)
     shown = [c if c.isprintable() and ord(c) in glyphs else c.encode("unicode_escape").decode() for c in text]
     kept = shown if len(shown) <= longest else [*shown[: longest - 1], "…"]
     return f"“{''.join(kept)}”"

@@ -16,6 +16,8 @@ _NEEDED = ("prompt", "position", "token", "layer", "site", "norm", "target", "ta
 _SHOWN = {"top": 0, "target": -1}
 _DARK = 0.55  # text on cells of this probability and more is white
 _LETTER = 0.57  # width of a letter over its height
+_DIGIT = 0.64  # the same of a digit
+_GAP = 0.3  # between two numbers, over their height
 
 
 def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
@@ -69,7 +71,9 @@ def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarra
 def _write(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
     """The token (or the target's rank) in every cell, cut to its width; nothing where not one letter fits."""
     n = _fit(ax, len(positions), font)
-    if not n:
+    if show == "target":
+        font, n = _digits(_cell(ax, len(positions)), font)
+    if n < 1:
         return
     x, y = np.searchsorted(positions, rows["position"]), np.searchsorted(layers, rows["layer"])
     texts = [_rank(r, n) for r in rows["rank"]] if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
@@ -88,6 +92,12 @@ def _cell(ax: Axes, n: int) -> float:
 def _fit(ax: Axes, n: int, font: float) -> int:
     """Letters that fit into one of `n` cells."""
     return int(_cell(ax, n) / (_LETTER * font))
+
+
+def _digits(cell: float, font: float) -> tuple[float, int]:
+    """A font, up to a quarter smaller than `font` so that three digits fit, and how many fit into a cell of so many points."""
+    font = max(0.75 * font, min(font, cell / (3 * _DIGIT + _GAP)))
+    return font, int((cell / font - _GAP) / _DIGIT + 1e-6)
 
 
 def _rank(rank: int, longest: int) -> str:

@@ -73,6 +73,17 @@ def test_the_lens_of_a_target_shows_its_rank():
     assert {t.get_text() for t in ax.texts} == {"25k"}  # five digits do not fit
 
 
+@pytest.mark.parametrize("positions", [8, 14, 20, 40])
+def test_ranks_beside_one_another_do_not_run_together(positions):
+    with figures.style("paper"):
+        ax = figures.lens(lens_table(positions=range(positions)).assign(rank=871, token="x"), show="target")
+    ax.figure.canvas.draw()
+    cell = ax.get_window_extent().width / positions
+    assert {t.get_text() for t in ax.texts} <= {"871", "…"}
+    assert {t.get_text() for t in ax.texts} == {"871"} or positions > 14
+    assert all(t.get_window_extent().width < 0.92 * cell for t in ax.texts)
+
+
 @pytest.mark.parametrize("n", [10, 40, 160])
 def test_the_lens_of_many_positions_writes_nothing_over_its_neighbours(n):
     ax = figures.lens(lens_table(positions=tuple(range(n))).assign(token=" token"))
@@ -128,6 +139,19 @@ def test_effects_are_points_of_means_over_prompts_and_the_line_is_the_diagonal()
     assert named in {t.get_text() for t in ax.texts}
 
 
+def test_names_of_effects_do_not_cover_one_another():
+    """L2 H1 stands left of the middle's right-hand side and attn 2 right of its left-hand side, one line apart."""
+    df = effects_table()
+    rows = df[(df["component"] != "head") | (df["head"] == 0)].drop_duplicates(["component", "layer", "head"]).head(4)
+    rows = rows.assign(direct=[-1.0, 5.0, 2.2, 1.6], total=[-1.0, 5.0, 2.0, 2.0], prompt=0, position=0)
+    with figures.style("paper"):
+        ax = figures.effects(rows, top=4)
+    ax.figure.canvas.draw()
+    boxes = [t.get_window_extent() for t in ax.texts]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
 def test_effects_of_one_prompt_say_target_and_method():
     assert figures.effects(effects_table(prompts=1)).get_title() == "“ Paris”, zero ablation"
 
@@ -157,6 +181,12 @@ def test_promoted_tokens_are_bars_up_and_down():
     colours = [bar.get_facecolor() for bar in ax.patches]
     assert len(set(colours)) == 2
     assert len(set(colours[:3])) == 1
+
+
+def test_long_runs_of_spaces_are_counted():
+    df = promotes_table()
+    df["target_token"] = df["target_token"].astype(str).where(df.k > 0, "\n" + 22 * " ")
+    assert "“\\n␣×22”" in {t.get_text() for t in figures.promotes(df).get_yticklabels()}
 
 
 def test_promoted_tokens_of_several_places_are_refused():

@@ -120,11 +120,23 @@ def test_points_of_the_agreement_are_layers():
     points = ax.collections[0].get_offsets()
     truth = blocks.groupby("layer").delta.mean()
     np.testing.assert_allclose(points, np.column_stack([np.arange(LAYERS) * 3 % 8, truth]))
-    assert [t.get_text() for t in ax.texts] == [str(i) for i in range(LAYERS)]
+    assert {t.get_text() for t in ax.texts} == {str(i) for i in range(LAYERS)}
     row = stats.rank_agreement(blocks, similarity()).iloc[0]
-    assert ax.get_title().replace("\n", " ").startswith(f"τ = {row.kendall:.2f}".replace("-", "−"))
+    assert ax.get_title().replace("\u00a0", " ").startswith(f"τ = {row.kendall:.2f}".replace("-", "−"))
     with pytest.raises(InputError, match="measure must be one of 'block_influence'; got 'angular_distance'"):
         figures.agreement(blocks, similarity(), measure="angular_distance")
+
+
+def test_numbers_of_crowded_layers_are_left_out_but_the_costliest():
+    blocks = triangle()
+    blocks = blocks[blocks.span == 1].assign(delta=lambda df: df.layer * 1e-6 + (df.layer == 2))
+    near = similarity().assign(value=lambda df: df["layer"] * 1e-6 + (df["layer"] == 2))
+    ax = figures.agreement(blocks, near)
+    assert [t.get_text() for t in ax.texts] == ["2", str(LAYERS - 1)]
+    with figures.style("paper"):
+        first, second = figures.agreement(blocks, near).get_title().split("\n")  # broken between the two, never within an interval
+    assert first.startswith("τ")
+    assert second.startswith("ρ")
 
 
 def test_pruning_curves_start_at_the_untouched_model():
