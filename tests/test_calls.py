@@ -23,6 +23,19 @@ def llama():
     return tiny.proven("llama")
 
 
+# -- names -----------------------------------------------------------------------------------------------------------
+def test_two_models_of_one_class_are_told_apart_by_the_names_they_are_given(llama):
+    tables = [sl.norms(sl.load(tiny.model("llama", seed=seed), name=name), PROMPTS) for seed, name in ((1, "one"), (2, "two"))]
+    both = schema.concat(tables, "norms")
+    assert list(both.model.unique()) == ["one", "two"]
+    assert sl.growth_rate(both).model.tolist() == ["one", "two"]
+    renamed = sl.load(llama, name="another")
+    assert (renamed.name, renamed.module is llama.module, sl.load(llama) is llama) == ("another", True, True)
+    for name in ("", 3):
+        with pytest.raises(InputError, match=f"name must be text, or None; got {name!r}"):
+            sl.load(llama, name=name)
+
+
 # -- prompts ---------------------------------------------------------------------------------------------------------
 def test_one_prompt_in_many_guises(smollm2):
     ids = smollm2.tokenizer(EIFFEL)["input_ids"]

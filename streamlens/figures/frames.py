@@ -37,7 +37,8 @@ def refuse_repeated(df: pd.DataFrame) -> None:
     """Tables of single prompts under one another all say prompt 0, and would be averaged, or summed, as one prompt."""
     key = [c for c in df.columns if c in KEYS]
     if df.duplicated(key).any():
-        raise InputError("df must hold each row once; got repeated rows: give tables that were put together different numbers in `prompt`")
+        apart = "different numbers in `prompt`, or a column `model` (sl.load(..., name=))"
+        raise InputError(f"df must hold each row once; got repeated rows: give tables that were put together {apart}")
 
 
 def grouping(df: pd.DataFrame, by: str | Sequence[str] | None) -> list[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from streamlens.errors import StreamLensError, UnsupportedModelError
+from streamlens.errors import InputError, StreamLensError, UnsupportedModelError
 from streamlens.models.anatomy import Anatomy
 from streamlens.models.bridge import make_bridge
 from streamlens.models.discover import discover
@@ -63,23 +63,26 @@ class Model:
         return make_bridge(self.module, self.tokenizer, copy=copy)
 
 
-def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False, native=False) -> Model:
+def load(source, tokenizer=None, device=None, dtype=None, revision=None, trust_remote_code=False, native=False, name=None) -> Model:
     """Open a model and prove that its stream can be read exactly.
 
     `source`: "smollm2-135m", "gemma-3-270m", "induction-2l", "bytes-4l", a Hugging Face name, a folder, a GGUF file, a loaded
     causal language model, a TransformerBridge or a Decoder. `dtype` None keeps the checkpoint's, `device` None takes CUDA where
-    present. `native` gives the native Decoder with the same weights, where it can express the model. A model already given to `load`
-    may be given again.
+    present. `native` gives the native Decoder with the same weights, where it can express the model. `name` is what tables and
+    messages call the model, None for the source's own name; two models in memory need names to be told apart. A model already given to
+    `load` may be given again.
 
     Raises :class:`SourceError` for what cannot be found, :class:`InputError` for parameters that do not fit, and
     :class:`UnsupportedModelError` for a model whose logits cannot be explained exactly, with what was measured.
     """
+    if name is not None and not (isinstance(name, str) and name.strip()):
+        raise InputError(f"name must be text, or None; got {name!r}")
     if isinstance(source, Model):
-        return source
+        return source if name is None else replace(source, name=name)
     options = {"device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_source(source, tokenizer=tokenizer, native=native, **options)
     anatomy, proof = understand(opened.module, trusted=opened.trusted)
-    return Model(opened.module, opened.tokenizer, opened.name, opened.source, opened.revision, anatomy, proof)
+    return Model(opened.module, opened.tokenizer, name or opened.name, opened.source, opened.revision, anatomy, proof)
 
 
 def understand(module: nn.Module, trusted: bool = False) -> tuple[Anatomy, Proof]:
