@@ -51,10 +51,8 @@ def check_sums(model: Model, prompts: Prompts, shares: dla.Shares, check: bool |
     if error <= limit or check is False:
         return
     prompt, position = int(shares.readouts.prompt[worst]), int(shares.readouts.position[worst])
-    message = (
-        f"{model.name}: contributions miss the logit by {error:.2g} of sum|parts| (limit {limit:.0e}) "
-        f"at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
-    )
+    missed = f"miss the logit by {error:.2g} of sum|parts| (limit {limit:.0e})" if np.isfinite(error) else "or the logit are not finite"
+    message = f"{model.name}: contributions {missed} at position {position} of prompt {prompt} ({prompts.texts[prompt][:60]!r})"
     complain(AdditivityError(message), check)
 
 

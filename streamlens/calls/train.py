@@ -11,6 +11,7 @@ from torch import nn
 from streamlens import frames
 from streamlens.arguments import watched
 from streamlens.decoder import train as training
+from streamlens.decoder.data import Data
 from streamlens.errors import InputError
 
 
@@ -35,6 +36,9 @@ def train(
     unknown = next((name for name in settings if name not in known), None)
     if unknown is not None or "steps" not in settings:
         raise InputError(f"settings must hold steps, and be among {', '.join(known)}; got {unknown or ', '.join(settings) or 'none'}")
+    if not isinstance(data, Data):
+        legal = "streamlens.decoder.data.Text(text), a task of streamlens.decoder.tasks, or anything with n_vocab, length and draw"
+        raise InputError(f"data must be {legal}; got {type(data).__name__}")
     config = training.TrainConfig(**settings)
     history = training.train(decoder, data, config, folder=folder, until=until, watch=lambda steps: watched(list(steps), progress, "train"))
     df = frames.training(history)

@@ -5,6 +5,7 @@ Of the wheels only the default model's is installed with streamlens. The others 
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -90,8 +91,16 @@ PACKAGED = (
 
 def by_name(text: str) -> NamedModel | PackagedModel | None:
     """The row of a name or alias in any case, None for other names."""
-    every = {name: model for model in NAMED for name in (model.name, *model.aliases)} | {model.name: model for model in PACKAGED}
-    return every.get(text.lower())
+    return _every().get(text.lower())
+
+
+def near(text: str) -> str | None:
+    """The name or alias that a misspelt one is likest, None where it is like none."""
+    return next(iter(difflib.get_close_matches(text.lower(), _every(), n=1, cutoff=0.8)), None)
+
+
+def _every() -> dict[str, NamedModel | PackagedModel]:
+    return {name: model for model in NAMED for name in (model.name, *model.aliases)} | {model.name: model for model in PACKAGED}
 
 
 def installed(model: NamedModel) -> tuple[list[Path], str]:

@@ -114,7 +114,10 @@ def _reason(error: BaseException) -> str:
     if "RepositoryNotFoundError" in kinds:
         return "no local folder and no public model on the Hugging Face hub has this name"
     if "LocalEntryNotFoundError" in kinds or "OfflineModeIsEnabled" in kinds:
-        return "it is neither a local folder nor in the local Hugging Face cache, and the hub cannot be reached"
+        from huggingface_hub import constants
+
+        unreached = "HF_HUB_OFFLINE keeps the hub from being asked" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"it is neither a local folder nor in the local Hugging Face cache, and {unreached}"
     if "HFValidationError" in kinds:
         return "it is neither a local folder nor a possible name on the Hugging Face hub"
     text = str(error)

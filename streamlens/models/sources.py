@@ -144,7 +144,12 @@ def _open_folder(folder: Path, tokenizer, device: torch.device | None, dtype: to
 
 
 def _open_hub(name: str, tokenizer, device: torch.device | None, dtype: torch.dtype | None, **options) -> Opened:
-    module = pretrained.load_hub(name, dtype=dtype, **options).to(_place(device))
+    try:
+        module = pretrained.load_hub(name, dtype=dtype, **options).to(_place(device))
+    except SourceError as error:
+        if (near := named.near(name)) is None:
+            raise
+        raise SourceError(f"{error}; did you mean {near!r}?") from error
     tokenizer = pretrained.load_tokenizer(name, **options) if tokenizer is None else tokenizer
     revision = getattr(module.config, "_commit_hash", None) or options["revision"]
     return Opened(module, tokenizer, name.rsplit("/", 1)[-1], f"{type(module).__name__} from the Hugging Face hub ({name})", revision)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -188,7 +190,17 @@ def _frame_columns(frame) -> dict:
     homes = {"target": "targets", "versus": "versus", "position": "positions", "corrupted": "corrupted"}
     out = {home: tuple(map(_cell, frame[name])) for name, home in homes.items() if name in frame.columns}
     out["columns"] = {name: tuple(frame[name].tolist()) for name in frame.columns if name not in RESERVED}
+    for name in out["columns"]:
+        _warn_if_misspelt(name, frame.columns)
     return out
+
+
+def _warn_if_misspelt(name: str, names: Collection[str]) -> None:
+    """Say so where a carried column is nearly one that would have been read: unread, `targt` leaves every target to the model."""
+    near = difflib.get_close_matches(name.strip().lower(), [known for known in RESERVED if known not in names], n=1, cutoff=0.85)
+    if near:
+        text = f"prompts have a column {name!r}, which is carried along unread; did you mean {near[0]!r}?"
+        warnings.warn(text, stacklevel=6)  # the line that called streamlens
 
 
 def _cell(value: object) -> object:

@@ -57,3 +57,8 @@ def test_progress_is_shown_where_it_is_wanted(capsys):
 def test_other_settings_are_refused(settings, got):
     with pytest.raises(InputError, match=rf"settings must hold steps, and be among steps, batch, learning_rate.*; got {got}$"):
         sl.train(decoder(), TASK, **settings)
+
+
+def test_a_bare_text_is_refused_with_what_makes_data_of_it():
+    with pytest.raises(InputError, match=r"data must be streamlens.decoder.data.Text\(text\), a task of .*; got str$"):
+        sl.train(decoder(), "a text as it is", **SETTINGS)

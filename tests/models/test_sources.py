@@ -118,8 +118,10 @@ def test_missing_folder_is_named(source):
 
 
 def test_unknown_hub_name_is_one_line():
-    with pytest.raises(SourceError, match=r"^cannot open no-such-model-anywhere: it is neither .* the hub cannot be reached$"):
+    with pytest.raises(SourceError, match=r"^cannot open no-such-model-anywhere: it is neither .* HF_HUB_OFFLINE keeps .*asked$"):
         open_source("no-such-model-anywhere")
+    with pytest.raises(SourceError, match=r"asked; did you mean 'smollm2-135m'\?$"):
+        open_source("smolm2-135m")
     with pytest.raises(SourceError, match=r"nor a possible name on the Hugging Face hub$"):
         open_source("not a name")
 

@@ -125,6 +125,15 @@ def test_a_frame_gives_its_reserved_columns_and_carries_the_others(tiny):
     assert prompts.columns == {"template": ("x", "y", "x"), "size": (1, 2, 3)}
 
 
+@pytest.mark.parametrize(("name", "meant"), [("targt", "target"), ("Targets", "target"), ("corupted", "corrupted"), (" versus", "versus")])
+def test_a_column_that_is_nearly_a_reserved_one_is_asked_about(name, meant, tiny):
+    df = pd.DataFrame({"prompt": ["a"], name: ["b"]})
+    with pytest.warns(UserWarning, match=f"column '{name}', which is carried along unread; did you mean '{meant}'"):
+        assert read(df, tiny()).columns == {name: ("b",)}
+    read(df.assign(**{meant: "c"}), tiny())  # both are there: this one is meant as it is
+    read(df.rename(columns={name: "version"}), tiny())
+
+
 def test_a_frame_without_reserved_columns_has_none(tiny):
     prompts = read(pd.DataFrame({"prompt": ["a"]}), tiny())
     assert (prompts.targets, prompts.versus, prompts.positions, prompts.corrupted, dict(prompts.columns)) == (None, None, None, None, {})
