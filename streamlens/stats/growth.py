@@ -59,12 +59,15 @@ def curves_by_model(df: pd.DataFrame, layers: Sequence[int] | None, skip_first: 
     for model, of_model in groups:
         curves = _curves(without_first(of_model) if skip_first else of_model)
         first, last = _range(layers, curves.columns)
-        yield model, curves.loc[:, list(range(first, last + 1))]
+        curves = curves.loc[:, list(range(first, last + 1))]
+        if "geometric_mean" in of_model.columns:  # a summary's one curve stands for all of its prompts
+            curves.attrs["n_prompts"] = int(of_model["n_prompts"].max())
+        yield model, curves
 
 
 def extent(curves: pd.DataFrame) -> dict[str, int]:
     """The layers that were fitted, and of how many prompts."""
-    return {"first": int(curves.columns[0]), "last": int(curves.columns[-1]), "n_prompts": len(curves)}
+    return {"first": int(curves.columns[0]), "last": int(curves.columns[-1]), "n_prompts": curves.attrs.get("n_prompts", len(curves))}
 
 
 def _curves(rows: pd.DataFrame) -> pd.DataFrame:

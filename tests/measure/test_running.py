@@ -133,6 +133,7 @@ def test_growth_of_a_summary_is_fitted_without_an_interval():
     whole, fit = sl.growth_rate(sl.norms(model, prompts)), sl.growth_rate(sl.norm_summary(model, prompts))
     assert fit.rate.item() == pytest.approx(whole.rate.item(), rel=1e-6)  # prompts of one length: the same geometric means
     assert np.isnan(fit.low.item())
+    assert fit.n_prompts.item() == whole.n_prompts.item() == 2
     with pytest.raises(InputError, match='df must be a norms table, or a norm_summary with by="layer"; got one by position'):
         sl.growth_rate(sl.norm_summary(model, prompts, by="position"))
     with pytest.raises(InputError, match="by must be one of 'layer', 'position'; got 'prompt'"):
