@@ -58,8 +58,8 @@ def test_passes_are_the_blocks_that_run(case, max_tokens):
     (call, arguments), model = COUNTED[case], tiny.proven("llama")
     frame = pd.DataFrame({"prompt": [ids[:4] for ids in PROMPTS], "corrupted": [ids[3::-1] for ids in PROMPTS]})
     planned = sl.plan(call, model, frame, **arguments, max_tokens=max_tokens).iloc[0]
-    tokens, seen = [], lambda mlp, args: tokens.append(args[0][..., 0].numel())
-    handles = [block.mlp.register_forward_pre_hook(seen) for block in model.module.model.layers]
+    tokens, seen = [], lambda norm, args: tokens.append(args[0][..., 0].numel())
+    handles = [block.input_layernorm.register_forward_pre_hook(seen) for block in model.module.model.layers]
     try:
         call(model, frame, **arguments, max_tokens=max_tokens)
     finally:
@@ -70,8 +70,8 @@ def test_passes_are_the_blocks_that_run(case, max_tokens):
         assert 0.6 * planned.forward_passes < ran <= planned.forward_passes + 1e-9
     elif case == "random" and max_tokens > 4:  # where sets of blocks share a pass, it runs what any of them needs
         assert planned.forward_passes < ran < 1.2 * planned.forward_passes
-    else:
-        assert ran == pytest.approx(planned.forward_passes)
+    else:  # where few rows are read, one block more proves that the last MLP may run at these alone
+        assert ran == pytest.approx(planned.forward_passes + (case in ("heads", "paired")) / 3)
 
 
 def test_the_passes_of_a_block_sweep_are_the_blocks_that_run():

@@ -394,9 +394,12 @@ def test_changes_batched_or_not_are_hooked_forward_passes(case, size):
     made = list(_changes(case.anatomy, ids.shape, range(case.anatomy.n_layers) if size > 2 else (1,)))
     unembed = Unembed(case.module.get_submodule(case.anatomy.unembed), case.anatomy.logits)
     with Replay(case.module, case.anatomy) as replay:
-        replay.record(ids, mask, attention=True)
+        clean = replay.record(ids, mask, attention=True)
         alone = [replay.changed(*variant) for variant in reversed(made)][::-1]
         batched = torch.cat([replay.each(made[i : i + 5]) for i in range(0, len(made), 5)])
+        last = torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True) - 1, True)
+        replay.read_at(last.flatten().nonzero()[:, 0], clean)
+        batched[:, last] = torch.cat([replay.each(made[i : i + 5])[:, last] for i in range(0, len(made), 5)])
     for variant, *replayed in zip(made, alone, batched, strict=True):
         truth = hooked.logits(case.model, variant, ids, mask)[mask]
         for hidden in replayed:

@@ -91,6 +91,7 @@ def sweep_batch(
         rows = Rows(batch, places, readouts)
         table = Readings.empty(len(changes), len(rows.place), len(rows.target), plan.wanted)
         clean_rows = rows.of(clean)
+        replay.read_at(torch.from_numpy(rows.flat).to(clean.device), clean)
         bad, corrupted = overflowed([clean_rows]), None
         for draw in plan.replacement.draws(batch, plan.keys):
             if draw.hidden is not None:

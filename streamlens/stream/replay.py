@@ -20,6 +20,7 @@ from streamlens.stream import changes
 from streamlens.stream.changes import Change, put
 from streamlens.stream.experts import experts_of, without_experts
 from streamlens.stream.kept import Keep, Kept
+from streamlens.stream.narrow import ALIKE, at_rows
 from streamlens.stream.run import Planted, first, stream_of, tensor_name, with_first
 from streamlens.stream.streams import by_token
 
@@ -50,6 +51,8 @@ class Replay(Planted):
         self._variants: Sequence[Sequence[Change]] = [[]]
         self._resume = 0  # the first layer that runs
         self._leaves: list[int] = [0]  # by variant, the layer whose clean input is where it starts from
+        self._read: Tensor | None = None  # rows of the batch, where nothing is asked of others
+        self._last_mlps = [w.reader for w in anatomy.layers[-1].writes if w.kind == "mlp" and w.output == w.reader]
         self._whole = {w.reader: w.leaf for _, w in anatomy.writes() if w.n_heads and w.output == w.reader}
 
     def __exit__(self, *exc: object) -> None:
@@ -60,6 +63,7 @@ class Replay(Planted):
         self._clean.clear()
         self._frames.clear()
         self._attention.clear()
+        self._read = None
 
     def _plant(self) -> None:
         run, anatomy = self._run, self.anatomy
@@ -67,6 +71,8 @@ class Replay(Planted):
             run.replace(path, self._block)
         for path in self._whole:
             run.replace(path, lambda *args, path=path, **kwargs: self._reader(path, *args, **kwargs))
+        for path in self._last_mlps:
+            run.replace(path, self._last_mlp)
         outputs = [place for layer in anatomy.layers for add in layer.adds for place in add.outputs]
         for path in dict.fromkeys(outputs):
             run.on_output(path, lambda layer, out, _, path=path: self._output(layer, path, out))
@@ -95,6 +101,20 @@ class Replay(Planted):
             return self._run.hidden(ids, mask)
         finally:
             self._recording = False
+
+    def read_at(self, rows: Int[Tensor, " row"], clean: Float[Tensor, "batch pos d_model"]) -> None:
+        """Of what :meth:`each` gives only these rows of `[batch * pos]` are asked for: the last block's MLP runs at no others.
+
+        Where it cannot be seen in the `clean` pass that they are the same then, everything runs as before.
+        """
+        few = len(rows) * 2 <= clean[..., 0].numel() and torch.finfo(clean.dtype).eps < ALIKE
+        if not few or not self._last_mlps or not self.anatomy.bypass:
+            return
+        self._read = rows
+        (found,) = self.each([[Change(self.anatomy.n_layers - 1, "")]])  # nothing changes, but the last block runs
+        found, truth = (x.flatten(0, 1)[rows] for x in (found, clean))
+        if not float((found - truth).abs().max()) <= ALIKE * float(truth.abs().max()):
+            self._read = None
 
     def without_blocks(self, layers: set[int]) -> Float[Tensor, "batch pos d_model"]:
         """The unembedding's input where these layers hand on their input (x_out = x_in), everything after recomputed."""
@@ -186,10 +206,22 @@ class Replay(Planted):
         clean = self._attention.get((layer, leaf))
         # Attention maps may be dropped where the block does not hand them on.
         reused = clean is not None and not _holds_tensors(self._frames[layer]) and {layer, self._resume} == set(self._leaves)
-        if not reused or not self._first_changed(layer, leaf):
+        # Where the last MLPs run at some rows alone, the proof that it may be so is of an attention that runs.
+        proven = self._read is None or layer < self.anatomy.n_layers - 1
+        if not reused or not proven or not self._first_changed(layer, leaf):
             return original(*args, **kwargs)
         out = self.module.get_submodule(leaf)(torch.cat([self._clean.get((layer, leaf))] * len(self._variants)))
         return with_first(clean.frame, out.reshape(-1, *clean.shape[1:]))
+
+    def _last_mlp(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An MLP of the last layer, at the rows that are read alone where these are told."""
+        last = self._run.now == self.anatomy.n_layers - 1
+        routed = any(c.expert >= 0 for variant in self._variants for c in variant)
+        if self._read is None or not last or routed:
+            return original(*args, **kwargs)
+        copies = torch.arange(len(self._variants), device=self._read.device)[:, None] * self._batch[0].numel()
+        out = at_rows(original, (copies + self._read).flatten(), args, kwargs)
+        return original(*args, **kwargs) if out is None else out
 
     def _first_changed(self, layer: int, leaf: str) -> bool:
         """Whether nothing that this layer does before its attention has changed."""

@@ -1,11 +1,13 @@
 """Replays: as exact as plain hooks, in any order, also where later blocks need what earlier ones made."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
 from streamlens.stream import changes
+from streamlens.stream.hooked import hooked as plainly_hooked
 from streamlens.stream.hooked import hooked_removal
 from streamlens.stream.replay import Replay
 from tests.models import tiny
@@ -19,6 +21,11 @@ def hooked(model, **what):
     """The unembedding's input of every real token, all blocks computed."""
     with torch.no_grad(), hooked_removal(model.module, model.anatomy, **what) as run:
         return run.hidden(IDS, MASK)[MASK]
+
+
+def hooked_run(module, anatomy, made):
+    with torch.no_grad(), plainly_hooked(module, anatomy, made) as run:
+        return run.hidden(IDS, MASK)
 
 
 def gap(hidden, truth):
@@ -97,6 +104,40 @@ def test_finished_blocks_are_not_computed_again(family):
     finally:
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_where_few_rows_are_read_the_last_mlp_runs_at_these_alone(family):
+    model, last, ran = tiny.proven(family), torch.zeros_like(MASK), []
+    last[[0, 1, 2], [6, 3, 5]] = True
+    n, writes = model.n_layers, model.anatomy.layers[-1].writes
+    removals = [[changes.block(model.anatomy, layer)] for layer in range(n)] + [changes.write(n - 1, model.anatomy.layers[-1].adds[0])]
+    truth = [hooked_run(model.module, model.anatomy, made)[last] for made in removals]
+    mlp = model.module.get_submodule(next(w.output for w in writes if w.kind == "mlp"))
+    with Replay(model.module, model.anatomy) as replay:
+        clean = replay.record(IDS, MASK, attention=True)
+        replay.read_at(last.flatten().nonzero()[:, 0], clean)
+        inside = [m for m in mlp.modules() if isinstance(m, torch.nn.Linear)][-1:]
+        handles = [m.register_forward_pre_hook(lambda part, args: ran.append(args[0][..., 0].numel())) for m in inside]
+        found = [replay.changed(*made)[last] for made in removals]
+        if replay.enlarges:
+            found += list(replay.each(removals)[:, last])
+        [handle.remove() for handle in handles]
+    for hidden, expected in zip(found, truth * 2, strict=False):
+        assert gap(hidden, expected) <= REPLAY
+    if family in ("llama", "gpt2", "gemma2", "olmo2", "neox"):
+        assert set(ran) <= {3, 3 * len(removals)}, ran
+
+
+def test_a_last_mlp_that_mixes_positions_runs_at_all_of_them():
+    model = tiny.proven("llama")
+    module, rows = deepcopy(model.module), torch.tensor([6, 10, 19])
+    mlp = module.model.layers[-1].mlp
+    mlp.forward = lambda x, made=mlp.forward: made(x) + made(x).cumsum(1)
+    with Replay(module, model.anatomy) as replay:
+        replay.read_at(rows, replay.record(IDS, MASK))
+        found = replay.without_blocks({0}).flatten(0, 1)[rows]
+    assert gap(found, hooked_run(module, model.anatomy, [changes.block(model.anatomy, 0)]).flatten(0, 1)[rows]) <= REPLAY
 
 
 def test_shared_keys_and_values_are_made_although_their_block_is_removed():
