@@ -121,6 +121,15 @@ BAD = {
 }  # fmt: skip
 
 
+def test_a_carried_set_may_not_hide_the_name_of_the_units():
+    model, frame = tiny.proven("llama"), pd.DataFrame({"prompt": [[5, 9, 3]], "set": ["facts"]})
+    assert set(sl.ablate(model, frame)["set"]) == {"facts"}
+    with pytest.raises(InputError, match=r"prompts must not carry a column 'set'.*; rename it"):
+        sl.ablate(model, frame, layers={"a": [0, 1]})
+    renamed = sl.ablate(model, frame.rename(columns={"set": "of"}), layers={"a": [0, 1]})
+    assert (set(renamed["set"]), set(renamed["of"])) == ({"a"}, {"facts"})
+
+
 @pytest.mark.parametrize("says", BAD)
 def test_bad_sets_get_one_line(says):
     with pytest.raises(InputError, match=says):
