@@ -113,10 +113,10 @@ def title(ax: Axes, text: str) -> None:
 
 
 def plain_log_axis(ax: Axes) -> None:
-    """Plain numbers, and never an axis with a single label: within a factor of 4 even steps, within two decades also at 2 and 5."""
+    """Plain numbers, and never an axis with a single label: within a factor of 8 even steps, within two decades also at 2 and 5."""
     low, high = ax.get_ylim()
     decades = LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,))
-    ax.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else decades)
+    ax.yaxis.set_major_locator(MaxNLocator(6) if high < 8 * low else decades)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 
