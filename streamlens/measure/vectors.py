@@ -123,18 +123,19 @@ def massive(
     for row, length in enumerate(lengths):
         most = largest[row, :length]
         if (most > MASSIVE).any():
-            size = np.abs(x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy())
-            least, missed = _between(size, most.astype(size.dtype), np.inf, MASSIVE)
+            prompt = x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy()
+            least, missed = _between(prompt, most.astype(prompt.dtype), np.inf, MASSIVE)
             tokens = np.flatnonzero(most >= least)
-            least, _ = _between(size, size[tokens], least, missed)
-            counts[row, tokens] = np.count_nonzero(size[tokens] >= least, axis=-1)
+            size = np.abs(prompt[tokens])
+            least, _ = _between(prompt, size, least, missed)
+            counts[row, tokens] = np.count_nonzero(size >= least, axis=-1)
     return counts
 
 
 def _between(
-    size: Float[np.ndarray, "pos d_model"], some: Float[np.ndarray, "*some"], massive: float, missed: float
+    prompt: Float[np.ndarray, "pos d_model"], some: Float[np.ndarray, "*some"], massive: float, missed: float
 ) -> tuple[float, float]:
-    """The least massive and the largest other of some coordinates of a prompt, where they are between what is known to be either.
+    """The least massive and the largest other of some absolute coordinates of a prompt, between what is known to be either.
 
     Whether one is massive is asked by counting how many of all lie at or below its thousandth part, from the largest on, since of hundreds
     above 100 often one is; a median would take longer than some counts.
@@ -142,10 +143,11 @@ def _between(
     candidates = np.sort(some[(some > missed) & (some < massive)])[::-1]
 
     def falls_short(i: int) -> bool:
-        return bool(2 * np.count_nonzero(size <= candidates[i] / TIMES_MEDIAN) < size.size)
+        most = candidates[i] / TIMES_MEDIAN
+        return 2 * int(np.count_nonzero(prompt <= most) - np.count_nonzero(prompt < -most)) < prompt.size
 
-    found, step = 0, 1
-    while found + step <= len(candidates) and not falls_short(found + step - 1):
-        found, step = found + step, 2 * step
-    found = bisect_left(range(len(candidates)), True, found, min(found + step - 1, len(candidates)), key=falls_short)
+    found, next_one = 0, 1
+    while next_one <= len(candidates) and not falls_short(next_one - 1):
+        found, next_one = next_one, 2 * next_one
+    found = bisect_left(range(len(candidates)), True, found, min(next_one - 1, len(candidates)), key=falls_short)
     return float(candidates[found - 1]) if found else massive, float(candidates[found]) if found < len(candidates) else missed
