@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from streamlens.errors import InputError, choice
 from streamlens.figures import frames
 from streamlens.figures.ablation import axis_of
-from streamlens.figures.style import PALETTE, axes, title
+from streamlens.figures.style import PALETTE, axes, thin, title
 from streamlens.stats import rank_agreement
 from streamlens.stats.ranks import paired_means
 
@@ -25,7 +25,8 @@ def agreement(
 
     `ablation` and `similarity` are those of :func:`streamlens.stats.rank_agreement`, whose Kendall and Spearman coefficients stand in the
     title with their 95% intervals. `measure` may be left out where there is one. Layers are named by their numbers, those
-    that cost most first, as far as there is room. Raises InputError for a measure that is not there, and as rank_agreement does.
+    that cost most first, as far as there is room; thin lines are the 95% intervals of both means from resampling prompts. Raises
+    InputError for a measure that is not there, and as rank_agreement does.
     """
     frames.columns(ablation, ("prompt", "layer", "metric", "delta", "unit"), "an ablation")
     frames.columns(similarity, ("prompt", "layer"), "a similarity or an ablation")
@@ -39,10 +40,19 @@ def agreement(
     single = len(points) <= _NAMED and (points["span"] == 1).all() and (points["head"] < 0).all()
     ax.scatter(points["estimate"], points["truth"], color=PALETTE[0], s=8 if single else 5, linewidth=0)
     if single:
+        _spread(ax, points)
         _name(ax, points)
     ax.set(xlabel=_NAMES.get(measure, f"{measure} estimate"), ylabel=axis_of(metric))
     title(ax, "; ".join(_coefficient(row, name) for name in ("kendall", "spearman")))
     return ax
+
+
+def _spread(ax: Axes, points: pd.DataFrame) -> None:
+    """Crosses over the intervals, where there are any."""
+    if points["truth_low"].notna().any():
+        sizes = [abs(points[[f"{name}_low", f"{name}_high"]].sub(points[name], axis=0).to_numpy().T) for name in ("truth", "estimate")]
+        look = {"fmt": "none", "ecolor": PALETTE[0], "alpha": 0.4, "elinewidth": thin(), "zorder": 0}
+        ax.errorbar(points["estimate"], points["truth"], yerr=sizes[0], xerr=sizes[1], **look)
 
 
 def _name(ax: Axes, points: pd.DataFrame) -> None:

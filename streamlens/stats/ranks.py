@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from streamlens.errors import InputError, choice
-from streamlens.stats.means import CELLS, check_boot, resample, table_columns
+from streamlens.stats.means import CELLS, check_boot, interval, resample, table_columns
 
 _PLACE = ["layer", "sublayer", "head", "span"]
 
@@ -48,12 +48,19 @@ def rank_agreement(
 def paired_means(
     ablation: pd.DataFrame, similarity: pd.DataFrame, measure: str, metric: str = "loss", skip_first: bool = True
 ) -> pd.DataFrame:
-    """What :func:`rank_agreement` ranks: one row a layer, span or head with layer, sublayer, head, span, truth and estimate (means)."""
+    """What :func:`rank_agreement` ranks: one row a layer, span or head with layer, sublayer, head, span, truth and estimate.
+
+    These two are means, with their 95% intervals (_low, _high) from resampling prompts; NaN for a single prompt.
+    """
     for name, unit, estimate in _estimates(similarity, metric, skip_first):
         if name == measure:
             truth = _curve(ablation[(ablation["metric"] == metric) & (ablation["unit"] == unit)], "delta", "ablation")
             units = truth.columns.intersection(estimate.columns)
-            return units.to_frame(index=False).assign(truth=truth[units].mean().to_numpy(), estimate=estimate[units].mean().to_numpy())
+            out = units.to_frame(index=False)
+            for column, table in (("truth", truth[units].to_numpy()), ("estimate", estimate[units].to_numpy())):
+                low, high = interval(table, 0.95, 2000, 0)
+                out = out.assign(**{column: table.mean(0), f"{column}_low": low, f"{column}_high": high})
+            return out
     raise InputError(f"measure must be one that the similarity has; got {measure!r}")
 
 

@@ -121,6 +121,9 @@ def test_points_of_the_agreement_are_layers():
     truth = blocks.groupby("layer").delta.mean()
     np.testing.assert_allclose(points, np.column_stack([np.arange(LAYERS) * 3 % 8, truth]))
     assert {t.get_text() for t in ax.texts} == {str(i) for i in range(LAYERS)}
+    tall = ax.containers[0].lines[2][1].get_segments()  # from low to high
+    means = stats.mean_interval(blocks, "delta", "layer")
+    np.testing.assert_allclose([s[:, 1] for s in tall], means[["low", "high"]])
     row = stats.rank_agreement(blocks, similarity()).iloc[0]
     assert ax.get_title().replace("\u00a0", " ").startswith(f"τ = {row.kendall:.2f}".replace("-", "−"))
     with pytest.raises(InputError, match="measure must be one of 'block_influence'; got 'angular_distance'"):
