@@ -17,10 +17,11 @@ from streamlens.calls.sweep import prepare
 from streamlens.errors import InputError
 from streamlens.measure.ablation import KEPT_ELEMENTS
 from streamlens.measure.metrics import POSITION_METRICS, Metric
+from streamlens.measure.readings import TOGETHER
 from streamlens.measure.rearrange import cost
 from streamlens.models.loaded import Model
 from streamlens.prompts import NONE
-from streamlens.stream.unembed import CHUNK_ELEMENTS
+from streamlens.stream.unembed import CHUNK_ELEMENTS, CHUNK_ROWS
 
 _NUMBER = 8
 """Bytes of a kept number, before Parquet packs it."""
@@ -100,7 +101,7 @@ def _rows(read: Reading, metric: Metric) -> np.ndarray:
 
 
 def _memory(model: Model, read: Reading, n_variants: int) -> int:
-    """Bytes of kept streams, unembedding inputs, one pass's activations and four chunks of logits."""
+    """Bytes of kept streams, unembedding inputs, one pass's activations and logits."""
     anatomy, item = model.anatomy, model.dtype.itemsize
     tokens = max(b.ids.numel() for b in read.batches)
     kept = anatomy.n_layers * tokens * anatomy.d_model * anatomy.n_streams
@@ -108,5 +109,6 @@ def _memory(model: Model, read: Reading, n_variants: int) -> int:
     hidden = min(n_variants * rows * anatomy.d_model, KEPT_ELEMENTS)
     down = [model.module.get_submodule(w.down).weight.numel() // anatomy.d_model for _, w in anatomy.writes() if w.kind == "mlp" and w.down]
     wide = 6 * anatomy.d_model + 3 * max(down, default=4 * anatomy.d_model)
-    logits = 4 * min(max(CHUNK_ELEMENTS, anatomy.n_vocab), rows * anatomy.n_vocab)
+    chunk = min(max(CHUNK_ELEMENTS, CHUNK_ROWS * anatomy.n_vocab), n_variants * rows * anatomy.n_vocab)
+    logits = chunk + 3 * chunk // min(n_variants, TOGETHER)  # changed ones, and for fewer rows clean ones, probabilities and room
     return int((kept + hidden + tokens * wide) * item + logits * max(item, 4))

@@ -8,6 +8,9 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError
+from streamlens.measure import ablation
+from streamlens.measure.metrics import METRICS
+from streamlens.stream import unembed
 from tests import byhand
 from tests.models import tiny
 from tests.tolerances import HAND, REPLAY
@@ -158,6 +161,17 @@ def test_versus_mean_is_the_logit_above_the_vocabularys_mean():
     clean, changed = plain_logits(model.module, PROMPTS[0])[-1], hooked_logits(model.module, "gemma2", "block", 1, PROMPTS[0])[-1]
     assert abs(df.clean.item() - (clean[11] - clean.mean()).item()) < REPLAY
     assert abs(df.ablated.item() - (changed[11] - changed.mean()).item()) < REPLAY
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, 1), (3, 200), (7, 10**6)])
+def test_numbers_do_not_depend_on_how_many_logits_are_made_at_once(monkeypatch, rows, kept):
+    model, arguments = tiny.proven("llama"), {"span": "all", "target": 11, "versus": 4, "positions": "all", "metrics": METRICS}
+    whole = sl.ablate(model, PROMPTS, **arguments)
+    monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(unembed, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(ablation, "KEPT_ELEMENTS", kept)
+    parts = sl.ablate(model, PROMPTS, **arguments)
+    pd.testing.assert_frame_equal(whole, parts, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_and_metrics_are_chosen():
