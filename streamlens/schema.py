@@ -108,7 +108,7 @@ ABLATION = Table("ablation", (
     _LAYER, _SUBLAYER,
     _id("span", "number of neighbouring layers changed together, from layer on"),
     _HEAD,
-    _kind("set", "name of several units changed together, which have no layer or head of their own", optional=True),
+    _kind("together", "name of several units changed together, which have no layer or head of their own", optional=True),
     _id("expert", "expert of the mixture; -1 for none", optional=True),
     _id("at", "position at which the change was made; -1 for every position, -2 for several", optional=True),
     _text("at_token", "the tokenizer's decoding of the id at `at`; empty for several", optional=True),

@@ -37,7 +37,7 @@ def test_a_table_describes_each_of_its_columns_once(name):
         ("attribution", "prompt position target versus component layer sublayer head neuron expert source"),
         (
             "ablation",
-            "prompt position target versus unit method layer sublayer span head set expert at reference sample seed blocks n_removed "
+            "prompt position target versus unit method layer sublayer span head together expert at reference sample seed blocks n_removed "
             "metric",
         ),
         ("norms", "prompt position layer sublayer head site measure"),

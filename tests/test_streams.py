@@ -123,7 +123,7 @@ def test_named_sets_of_blocks_are_hooked_forward_passes(model):
     sets = {"ends": [0, model.n_layers - 1], "start": [0, 1]}
     df = sl.ablate(model, LONGER, layers=sets, **READ)
     for name, layers in sets.items():
-        assert gap(df[df["set"] == name], printed(model, layers, prompts=LONGER)) <= LIMIT
+        assert gap(df[df["together"] == name], printed(model, layers, prompts=LONGER)) <= LIMIT
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def ablate(
     `unit`: "block", "attn", "mlp" or "mixer" (what each adds to the stream, after its branch norm, multiplier and biases; a norm on the
     stream itself still acts, but for a block), "head" (its z, before the output projection and the branch norm, whose biases stay),
     "expert" (its routed output). Everything after is recomputed. `layers`, `heads` (indices, or (layer, head) pairs): which, each
-    alone and in turn, all by default; as {name: which} each named `set` is changed together (a circuit, or all but a circuit). `span`:
+    alone and in turn, all by default; as {name: which} each named set is changed `together` (a circuit, or all but a circuit). `span`:
     so many neighbouring blocks together, a list of such numbers, or "all" for every (start, length).
 
     `method`: "remove" or "zero"; "mean" over all tokens but the first of the `reference` prompts, "positional_mean" by position (at least

@@ -84,8 +84,6 @@ def prepare(model: Model, prompts: object, given: Mapping[str, object]) -> Sweep
         changes = units.at_each(changes, int(parsed.lengths.max()))
     plan = Plan(changes, read.wanted, at=at, max_tokens=given["max_tokens"], n_layers=model.n_layers, keep=_keep(given["keep"]))
     columns = _columns(changes, unit, method, reference, seed if drawn else None, given["at"] is not None)
-    if "set" in columns and "set" in parsed.columns:
-        raise InputError("prompts must not carry a column 'set', as the bundled ones do, where units are changed in sets; rename it")
     return Sweep(model, read, method, reference, plan, columns, given)
 
 
@@ -177,7 +175,7 @@ def _columns(
     names = ["layer", "sublayer", "span", "head", *["expert"] * (unit == "expert"), *["at"] * placed]
     columns |= {name: [getattr(c, name) for c in places] for name in names}
     if changes[0].name:
-        columns["set"] = [c.name for c in changes]
+        columns["together"] = [c.name for c in changes]
     if reference.name:
         columns["reference"] = [reference.name] * n
     if seed is not None:

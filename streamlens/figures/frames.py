@@ -12,7 +12,7 @@ from streamlens.schema import TABLES
 from streamlens.stats.means import table_columns
 
 # Apart from these, the rows of a group are averaged: positions within a prompt, then prompts.
-_NOT_AVERAGED = ("model", "method", "span", "set", "expert", "at", "reference")
+_NOT_AVERAGED = ("model", "method", "span", "together", "expert", "at", "reference")
 KEYS = {column.name for table in TABLES.values() for column in table.columns if column.key} | {"model"}
 
 
@@ -61,7 +61,7 @@ def refuse_several(df: pd.DataFrame, by: Sequence[str] = (), names: Sequence[str
 def demand_layers(df: pd.DataFrame) -> None:
     """Raise InputError where rows of an ablation have no layer: sets of units, and orders of blocks."""
     if (df["layer"] < 0).any():
-        what = "sets of units" if "set" in df.columns else "orders of blocks"
+        what = "sets of units" if "together" in df.columns else "orders of blocks"
         raise InputError(f"df must have a layer in every row; got {what}, which have none")
 
 

@@ -19,9 +19,9 @@ RESERVED = ("prompt", "target", "versus", "position", "corrupted")
 # tested equal.
 _TABLE_COLUMNS = (
     "prompt prompt_text position token target target_token versus versus_token component layer sublayer head neuron expert source "
-    "attention contribution logit unit method span at at_token reference sample seed blocks n_removed metric clean ablated delta recovered "
-    "site measure value direct direct_recomputed total indirect repair_heads repair_mlps repair_norm layer_to norm k rank probability "
-    "model source_token log_probability direction sublayer_to component_to positions statistic cut loss"
+    "attention contribution logit unit method span together at at_token reference sample seed blocks n_removed metric clean ablated "
+    "delta recovered site measure value direct direct_recomputed total indirect repair_heads repair_mlps repair_norm layer_to norm k "
+    "rank probability model source_token log_probability direction sublayer_to component_to positions statistic cut loss"
 )
 TABLE_COLUMNS = frozenset(_TABLE_COLUMNS.split())
 _LEGAL = "a str, a list of str, token ids, a tokenizer's output, chat messages or a DataFrame with the column 'prompt'"

@@ -81,7 +81,7 @@ def _estimates(df: pd.DataFrame, metric: str, skip_first: bool):
 
 def _curve(rows: pd.DataFrame, value: str, parameter: str) -> pd.DataFrame:
     """Means over positions, `[prompt, unit]`."""
-    apart = ("method", "at", "set", "reference")  # target and sample are averaged
+    apart = ("method", "at", "together", "reference")  # target and sample are averaged
     several = [name for name in apart if value == "delta" and name in rows and rows[name].nunique() > 1]
     if several:
         raise InputError(f"{parameter} must hold one {several[0]}; got {rows[several[0]].nunique()}")

@@ -104,6 +104,6 @@ def test_bad_input_is_named(ablation):
         figures.removal(df.assign(unit="head"))
     with pytest.raises(InputError, match="df must be an ablation table with columns delta"):
         figures.removal(df.drop(columns="delta"))
-    for column, what in (("set", "sets of units"), ("blocks", "orders of blocks")):
+    for column, what in (("together", "sets of units"), ("blocks", "orders of blocks")):
         with pytest.raises(InputError, match=f"df must have a layer in every row; got {what}"):
             figures.removal(df.assign(layer=-1, **{column: "a"}))

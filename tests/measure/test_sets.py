@@ -22,7 +22,7 @@ SETS = {"circuit": CIRCUIT, "all but": [(layer, head) for layer in range(3) for 
 
 def check(df, model, name, found, values_of):
     """The rows of one set against all its changes in one hooked pass."""
-    rows = df[df["set"] == name]
+    rows = df[df["together"] == name]
     assert set(zip(rows.layer, rows.sublayer, rows["head"], rows.span, strict=True)) == {(-1, -1, -1, 1)}
     for i, ids in enumerate(PROMPTS):
         made = [change for variant in found for change in sweeps.changes(variant, values_of(i), len(ids))]
@@ -71,7 +71,7 @@ def test_layers_by_name_go_together(unit):
         check(df, model, name, [v for v in sweeps.variants(model, unit) if v.layer in layers], lambda prompt: {})
     if unit != "head":
         alone = sl.ablate(model, PROMPTS, unit, "zero", layers=1, **READ)
-        assert abs(df[df["set"] == "middle"].ablated.to_numpy() - alone.ablated.to_numpy()).max() < 1e-5
+        assert abs(df[df["together"] == "middle"].ablated.to_numpy() - alone.ablated.to_numpy()).max() < 1e-5
 
 
 def test_all_experts_are_the_mlp():
@@ -121,13 +121,10 @@ BAD = {
 }  # fmt: skip
 
 
-def test_a_carried_set_may_not_hide_the_name_of_the_units():
-    model, frame = tiny.proven("llama"), pd.DataFrame({"prompt": [[5, 9, 3]], "set": ["facts"]})
-    assert set(sl.ablate(model, frame)["set"]) == {"facts"}
-    with pytest.raises(InputError, match=r"prompts must not carry a column 'set'.*; rename it"):
-        sl.ablate(model, frame, layers={"a": [0, 1]})
-    renamed = sl.ablate(model, frame.rename(columns={"set": "of"}), layers={"a": [0, 1]})
-    assert (set(renamed["set"]), set(renamed["of"])) == ({"a"}, {"facts"})
+def test_the_bundled_prompts_own_sets_are_carried_beside():
+    frame = pd.DataFrame({"prompt": [[5, 9, 3]], "set": ["facts"]})
+    df = sl.ablate(tiny.proven("llama"), frame, layers={"a": [0, 1]})
+    assert (set(df["together"]), set(df["set"])) == ({"a"}, {"facts"})
 
 
 @pytest.mark.parametrize("says", BAD)

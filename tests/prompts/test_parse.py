@@ -146,8 +146,7 @@ def test_a_series_is_a_list(tiny):
 def test_the_columns_of_all_tables_that_carry_the_users_own_are_known():
     tables = [{column.name for column in table.columns} for table in schema.TABLES.values()]
     every = set().union({"model"}, *(columns for columns in tables if "prompt" in columns))
-    assert every - TABLE_COLUMNS == {"set"}  # bundled prompts carry it; an ablation of sets refuses it
-    assert every >= TABLE_COLUMNS
+    assert every == TABLE_COLUMNS
 
 
 @pytest.mark.parametrize("name", ["contribution", "layer", "model", "logit"])

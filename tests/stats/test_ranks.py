@@ -99,8 +99,8 @@ def test_what_does_not_fit_is_refused():
     two = pd.concat([ablation([[1, 2, 3]]), ablation([[1, 2, 3]], method="mean")])
     with pytest.raises(InputError, match="ablation must hold one method; got 2"):
         stats.rank_agreement(two, similarity([[1, 2, 3]]))
-    sets = pd.concat([ablation([[1, 2, 3]]).assign(set=name) for name in "ab"])
-    with pytest.raises(InputError, match="ablation must hold one set; got 2"):
+    sets = pd.concat([ablation([[1, 2, 3]]).assign(together=name) for name in "ab"])
+    with pytest.raises(InputError, match="ablation must hold one together; got 2"):
         stats.rank_agreement(sets, similarity([[1, 2, 3]]))
 
 
