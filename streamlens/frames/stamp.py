@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 
 import numpy as np
@@ -39,6 +40,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}}
 
 
+@cache
 def _version(package: str) -> str:
     if package == "streamlens":
         from streamlens import __version__
