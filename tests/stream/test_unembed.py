@@ -32,3 +32,16 @@ def test_chunks_hold_so_many_logits_or_rows(elements, rows, monkeypatch):
     chunks = list(Unembed(nn.Linear(4, 100), LogitMap()).chunks(7))
     assert [c.stop - c.start for c in chunks] == rows
     assert chunks[-1].stop == 7
+
+
+def test_plain_logits_come_in_larger_chunks_that_stay_bounded(monkeypatch):
+    monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr(unembed, "CHUNK_ROWS", 2)
+    hidden, head = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), nn.Linear(4, 100).requires_grad_(False)
+    for logit_map, rows in ((LogitMap(), [24, 24, 2]), (LogitMap(2.0, 30.0), [8] * 6 + [2])):
+        read = Unembed(head, logit_map)
+        found = [(chunk.stop - chunk.start, logits.clone()) for chunk, logits in read.each_logits(hidden)]
+        assert [n for n, _ in found] == rows
+        assert torch.allclose(torch.cat([z for _, z in found]), read.logits(hidden), atol=1e-6)
+    monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 1)  # a vocabulary so large that a few rows are all that fits
+    assert len(list(Unembed(head, LogitMap()).each_logits(hidden[:8]))) == 2
