@@ -60,7 +60,8 @@ def measure(unembed: Unembed, rows: Rows, clean: Tensor, hidden: Mapping[int, Te
 
     The changed logits of several changes are made together, since a product of few rows takes as long as one of many.
     """
-    scratch, changed, at_once = None, list(hidden), next(unembed.chunks(len(clean) * max(1, len(hidden))), slice(0, 1)).stop
+    changed, scratch = list(hidden), None
+    at_once = next(unembed.chunks(len(clean) * max(1, len(hidden))), slice(1)).stop
     for chunk in _even(len(clean), at_once // max(1, min(len(hidden), TOGETHER)) or 1):
         base = Logits(unembed.logits(clean[chunk]))
         scratch = torch.empty_like(base.logits) if scratch is None else scratch
