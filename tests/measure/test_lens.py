@@ -131,6 +131,13 @@ def test_next_has_no_named_row_at_a_last_token():
         assert sorted(end[end.k == 0].position) == list(range(len(ids)))
 
 
+def test_a_named_token_has_the_probability_of_its_own_row_where_others_have_none():
+    df = sl.lens(tiny.proven("llama"), PROMPTS, target="next", sites="final", top_k=0)
+    for prompt, ids in enumerate(PROMPTS):
+        truth = hooked_logits(tiny.proven("llama"), ids).softmax(-1)[range(len(ids) - 1), ids[1:]].numpy()
+        assert np.allclose(df[df.prompt == prompt].probability, truth, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("family", "target"), [("gemma2", ["top3", 11]), ("llama", ["top3", 11]), ("llama", "next")])
 def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(family, target, monkeypatch):
     model = tiny.proven(family)
