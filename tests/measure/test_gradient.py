@@ -85,3 +85,11 @@ def test_the_model_comes_back_as_it_was():
         sl.ablate(model, PROMPTS, method="gradient")
     assert [p.requires_grad for p in model.module.parameters()] == flags
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules())
+
+
+def test_estimates_at_single_positions_sum_to_that_at_all_of_them():
+    whole, parts = (
+        [sl.ablate(tiny.proven("llama"), PROMPTS[0], "mlp", "gradient", at=at, metrics="loss", positions="all") for at in where]
+        for where in ([None], range(len(PROMPTS[0])))
+    )
+    assert np.allclose(sum(df.delta.to_numpy() for df in parts), whole[0].delta, rtol=1e-4, atol=1e-6)
