@@ -56,13 +56,16 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def ours(module: torch.nn.Module) -> tuple[sl.Model | None, pd.DataFrame | None, dict[str, object]]:
-    """The proven model, its rows for the probe, and what the table says of it; no model and no rows where it is refused."""
+    """The proven model, its rows for the probe, and what the table says of it; neither where there are no rows."""
+    model = None
     try:
         with at_most(SECONDS):
             model = sl.load(module)
             rows = sl.attribute(model, PROBE.ids, target=PROBE.target, versus=PROBE.versus, positions="all", check="full")
     except UnsupportedModelError as error:
-        return None, None, {"support": "refused", "reason": str(error)}
+        if model is None:
+            return None, None, {"support": "refused", "reason": str(error)}
+        return None, None, {"support": "blocks", "reason": str(error), "layers": model.n_layers, "removal_error": model.proof.replay}
     writes = [write for _, write in model.anatomy.writes() if write.kind == "attn"]
     with_heads = sum(bool(write.n_heads) for write in writes)
     facts = {

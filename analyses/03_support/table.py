@@ -15,7 +15,12 @@ import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
-TITLES = {"heads": "Served, with heads", "no heads": "Served, without heads", "refused": "Refused at load"}
+TITLES = {
+    "heads": "Served, with heads",
+    "no heads": "Served, without heads",
+    "blocks": "Served by whole blocks",
+    "refused": "Refused at load",
+}
 KEPT = ["family", "architecture", "variant", "support", "reason", "layers", "attentions", "heads", "rows", "sum_error"]
 KEPT += ["intervention_error", "removal_error", "theirs", "theirs_miss", "theirs_relative", "theirs_reason"]
 
@@ -65,6 +70,11 @@ COLUMNS: dict[str, dict[str, Callable[[pd.Series], str]]] = {
         "removal": lambda row: number(row.removal_error),
         "TransformerLens": theirs,
     },
+    "blocks": {
+        "why": lambda row: cell(plain(row.reason)),
+        "removal": lambda row: number(row.removal_error),
+        "TransformerLens": theirs,
+    },
     "refused": {"reason": lambda row: cell(plain(row.reason)), "TransformerLens": theirs},
 }
 
@@ -80,13 +90,14 @@ def markdown(df: pd.DataFrame, columns: dict[str, Callable[[pd.Series], str]]) -
 
 def counts(df: pd.DataFrame) -> str:
     """The sentences about both sides."""
-    support, served = df.support.value_counts(), df[df.support != "refused"]
+    support, served = df.support.value_counts(), df[df.support.isin(["heads", "no heads"])]
     found, wrong = df.theirs.value_counts(), df[df.theirs == "wrong"].theirs_miss
     sums, zeroing, removal = (number(served[f"{name}_error"].max()) for name in ("sum", "intervention", "removal"))
+    blocks = f", and {support['blocks']} more by whole blocks" if "blocks" in support else ""
     text = (
         f"Of {len(df)} tiny random models of {df.architecture.nunique()} architectures streamlens serves {len(served)}, "
-        f"{support.get('heads', 0)} of them with heads, and refuses {support.get('refused', 0)} by name. Rows sum to the logit within "
-        f"{sums} of sum|parts|, a zeroed write moves it by its row within {zeroing}, and removal equals a hooked forward pass"
+        f"{support.get('heads', 0)} of them with heads{blocks}, and refuses {support.get('refused', 0)} by name. Rows sum to the logit "
+        f"within {sums} of sum|parts|, a zeroed write moves it by its row within {zeroing}, and removal equals a hooked forward pass"
         f"{'' if removal == '0' else ' within ' + removal}.\n"
         f"TransformerLens {df.attrs.get('transformer-lens', '')}'s own attribution on the same models is exact on "
         f"{found.get('exact', 0)}, refuses {found.get('refused', 0)}, crashes on {found.get('crash', 0)}, "
@@ -122,9 +133,10 @@ def summary(df: pd.DataFrame) -> str:
     lines = ["| refused at load | what does not add up |", "|---|---|"]
     for _, alike in refused.groupby(["family", refused.brief.str.replace(r"[\d.e+-]+|inf", "", regex=True)], sort=False):
         lines.append(f"| {', '.join(alike.variant)} | {cell(alike.brief.iloc[0])} |")
-    text = "\n".join(
-        textwrap.fill(line, 140) for line in f"{counts(df)} [All of them](analyses/03_support/support.md), one by one.".split("\n")
-    )
+    text = f"{counts(df)} [All of them](analyses/03_support/support.md), one by one."
+    if blocks := sorted(df[df.support == "blocks"].variant):
+        text += f"\nBy whole blocks, since they keep several vectors a token: {', '.join(blocks)}."
+    text = "\n".join(textwrap.fill(line, 140) for line in text.split("\n"))
     return f"{BEGIN}\n{text}\n\n" + "\n".join(lines) + f"\n{END}"
 
 
