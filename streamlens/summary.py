@@ -9,6 +9,9 @@ import pandas as pd
 from streamlens import stats
 from streamlens.text import component_name
 
+DIVERGENCES = ("kl", "js")
+"""Metrics that compare with the clean run already: they have no change."""
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -23,11 +26,13 @@ class Tables:
 def summarise(tables: Tables, left_out: int, seed: int = 0) -> str:
     """The report's summary: the model, the sets with their largest writers, the layers that matter most, growth, and the checks."""
     lines = [model_line(tables.card), "", sets_table(tables.attribution).to_string(index=False), ""]
-    without = f"without one block (mean of {tables.ablation.prompt.nunique()} prompts), change of the"
-    lines += [f"{without} {metric}: {text}" for metric, text in worst_layers(tables.ablation).items()]
+    without = f"without one block (mean of {tables.ablation.prompt.nunique()} prompts)"
+    for metric, text in worst_layers(tables.ablation).items():
+        lines += [f"{without}, {metric if metric in DIVERGENCES else f'change of the {metric}'}: {text}"]
     lines += [growth_line(tables.norms, seed)]
     lines += [f"worst additivity error: {tables.attribution.attrs['additivity_error']:.1e} of the sum of absolute contributions"]
-    lines += [f"bundled prompts left out (target or versus not one token for this tokenizer): {left_out}"]
+    if left_out:
+        lines += [f"bundled prompts left out (target or versus not one token for this tokenizer): {left_out}"]
     return "\n".join(lines)
 
 
