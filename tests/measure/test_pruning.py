@@ -55,6 +55,17 @@ def test_the_shortgpt_order_is_by_block_influence(model, table):
     assert mean_loss(rows[rows.n_removed == 3]) == pytest.approx(loss_without(model, removed), abs=1e-5)
 
 
+def test_the_shortgpt_order_leaves_the_first_token_out(model):
+    prompts = [[3, 5, 23, 50], [24, 47, 19, 15]]  # with it, blocks 1 and 2 would change places
+    similar = sl.similarity(model, prompts, measures="block_influence")
+    first, rest = (
+        rows.groupby(["prompt", "layer"]).value.mean().groupby("layer").mean() for rows in (similar, similar[similar.position > 0])
+    )
+    found = sl.prune(model, prompts, "shortgpt", metrics="loss").groupby("n_removed").layer.first().tolist()
+    assert found == rest.sort_values().index.tolist()[:4]
+    assert found != first.sort_values().index.tolist()[:4]
+
+
 def test_the_angular_order_is_the_best_run_of_each_length(model, table):
     similar = sl.similarity(model, PROMPTS, "last", measures="angular_distance")
     means = similar.groupby(["layer", "layer_to"]).value.mean()
