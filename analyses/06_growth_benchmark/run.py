@@ -1,6 +1,6 @@
 """What measuring the stream costs, beside a plain forward pass without logits: both sides alternate in one process.
 
-python run.py [norms] [heads] [frame] [--rounds N] [--threads N] [--clock wall|cpu]
+python run.py [norms] [heads] [reads] [frame] [--rounds N] [--threads N] [--clock wall|cpu]
 """
 
 from __future__ import annotations
@@ -37,12 +37,21 @@ def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], **
 
 
 def norms(rounds: int, clock: Callable[[], float]) -> None:
-    compare("all measures of streams, writes and read norms", 1.10, rounds, clock, measures=None)
+    compare("all measures of streams and sublayer writes", 1.10, rounds, clock, measures=None, sites=without("norm", "head_out"))
 
 
 def heads(rounds: int, clock: Callable[[], float]) -> None:
-    every = [site for site in SITES if site != "pattern"]
-    compare("the same with every head's write", 1.3, rounds, clock, measures=None, sites=every)
+    compare("the same with every head's write", 1.3, rounds, clock, measures=None, sites=without("norm"))
+
+
+def reads(rounds: int, clock: Callable[[], float]) -> None:
+    """Beyond what is asked for: the scale and gain of every norm that a sublayer reads through."""
+    compare("all of these and read norms", 1.3, rounds, clock, measures=None, sites=without())
+
+
+def without(*sites: str) -> list[str]:
+    """All sites but these and attention patterns, which need another attention."""
+    return [site for site in SITES if site not in ("pattern", *sites)]
 
 
 def frame(rounds: int, clock: Callable[[], float]) -> None:
@@ -56,7 +65,7 @@ def frame(rounds: int, clock: Callable[[], float]) -> None:
     report(f"seconds for a table of {1024 * len(columns)} rows", statistics.median(seconds), 1.0)
 
 
-PARTS = {"norms": norms, "heads": heads, "frame": frame}
+PARTS = {"norms": norms, "heads": heads, "reads": reads, "frame": frame}
 
 
 def main() -> None:
