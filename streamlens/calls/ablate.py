@@ -44,8 +44,8 @@ def ablate(
     `unit`: "block", "attn", "mlp" or "mixer" (what each adds to the stream, after its branch norm, multiplier and biases; a norm on the
     stream itself still acts, but for a block), "head" (its z, before the output projection and the branch norm, whose biases stay),
     "expert" (its routed output). Everything after is recomputed. `layers`, `heads` (indices, or (layer, head) pairs): which, each
-    alone and in turn, all by default; as {name: which} each named set is changed `together` (a circuit, or all but a circuit). `span`:
-    so many neighbouring blocks together, a list of such numbers, or "all" for every (start, length).
+    alone, all by default; {name: which} changes each named set `together` (a circuit). `span`: so many neighbouring blocks at once, a
+    list of such numbers, or "all" for every (start, length).
 
     `method`: "remove" or "zero"; "mean" over all tokens but the first of the `reference` prompts, "positional_mean" by position (at least
     `min_count` tokens each), "resample" from `n_samples` others of them, drawn with `seed`; `reference` is prompts or {name: prompts} and
@@ -58,18 +58,16 @@ def ablate(
     (logits) and target_rank (tokens strictly above the target) by default; js (nats), l2 (of probabilities), target_logprob (nats), and
     functions of (clean logits, ablated logits), `[row, vocab]` each, that give `[row]`.
 
-    `keep`: an :class:`streamlens.Keep` that says in which dtype, on which device and up to how many bytes in memory the clean streams
-    are kept. `resume`: a folder that keeps what is finished; the same call on the same model and prompts goes on from there.
-    `check="full"` compares one replay a batch with a plainly hooked pass. Raises :class:`InputError`, :class:`NumericError` where a
-    value is not finite, and :class:`UnsupportedModelError` for a model of several vectors a token (Gemma-3n, DeepSeek-V4) unless whole
-    blocks are removed.
+    `keep`: an :class:`streamlens.Keep`: how the clean streams are kept. `resume`: a folder that keeps what is finished; the same call on
+    the same model and prompts goes on from there. `check="full"` compares one replay a batch with a plainly hooked pass.
 
-    Sources: Veit et al. 2016 and Men et al. 2024 (block removal), Wang et al. 2022 (mean ablation), Chan et al. 2022 (resampling), Zhang
-    and Nanda 2024 (patching), Nanda 2023 (the gradient estimate).
+    Raises :class:`InputError`, :class:`NumericError` where a value is not finite, :class:`UnsupportedModelError` for all but whole blocks
+    of a model of several vectors a token.
+
+    Sources: Men et al. 2024 (blocks), Wang et al. 2022 (means), Chan et al. 2022 (resampling), Zhang and Nanda 2024 (patching), Nanda 2023.
     """
     arguments = arguments_of(locals(), whole_blocks=True)
-    sweep = prepare(model, prompts, arguments)
-    parts = []
+    sweep, parts = prepare(model, prompts, arguments), []
     with bar(sweep.passes, progress, f"{method} {unit}") as tick:
         for batch, part, plan in run(sweep, tick, resume):
             parts.append(part)
@@ -77,5 +75,5 @@ def ablate(
             if check == "full" and method != "gradient":
                 demand_replayed(model, batch, plan)
     demand_inputs(sweep.reading.wanted, parts)
-    df = frames.ablation(parts, frames.Labels(model.tokenizer, sweep.reading.prompts), sweep.columns)
-    return frames.stamp(df, model, arguments)
+    labels = frames.Labels(model.tokenizer, sweep.reading.prompts)
+    return frames.stamp(frames.ablation(parts, labels, sweep.columns), model, arguments)

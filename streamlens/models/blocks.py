@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy
+from streamlens.models.bypass import bypass_that_holds
 from streamlens.prompts import TokenBatch
 from streamlens.stream import changes
 from streamlens.stream.changes import Change
@@ -42,19 +42,8 @@ def prove_blocks(
     with borrowed(module):
         variants = _variants(anatomy, batch)
         truth = [hidden if _changes_nothing(v) else _hooked(module, anatomy, batch, v) for v in variants]
-        error = float("inf")
-        for bypass in (True, False):
-            try:
-                error = _worst(module, replace(anatomy, bypass=bypass), batch, variants, truth)
-            except torch.OutOfMemoryError:
-                raise
-            except (KeyError, IndexError, AttributeError, TypeError, RuntimeError):
-                continue  # a later block missed what a bypassed one makes; the other way is tried
-            if error <= room:
-                return bypass, error, printed
-    raise UnsupportedModelError(
-        f"{name} cannot be read exactly: removing a block by replay misses the hooked forward pass by {error:.2g} of the largest value"
-    )
+        bypass, error = bypass_that_holds(name, anatomy, room, lambda tried: _worst(module, tried, batch, variants, truth))
+    return bypass, error, printed
 
 
 def _variants(anatomy: Anatomy, batch: TokenBatch) -> Variants:

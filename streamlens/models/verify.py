@@ -19,6 +19,7 @@ from streamlens.measure.attribution import Component, Shares, attribute_batch, c
 from streamlens.models import limits
 from streamlens.models.anatomy import Anatomy, Write
 from streamlens.models.blocks import prove_blocks
+from streamlens.models.bypass import bypass_that_holds
 from streamlens.models.logits import fit_logit_map
 from streamlens.models.structure import bias_of
 from streamlens.prompts import Readouts, TokenBatch
@@ -201,18 +202,7 @@ class _Checker:
         for add in middle.adds:
             with hooked_removal(self.module, self.anatomy, zeroed={(n // 2, p) for p in add.outputs}) as run:
                 truth[add] = run.hidden(self.batch.ids, self.batch.mask)
-        error = float("inf")
-        for bypass in (True, False):
-            try:
-                error = self._replay_error(replace(self.anatomy, bypass=bypass), layers, truth)
-            except torch.OutOfMemoryError:
-                raise
-            except (KeyError, IndexError, AttributeError, TypeError, RuntimeError):
-                continue  # a later block missed what a bypassed one makes; the other way is tried
-            if error <= self.room:
-                return bypass, error
-        self._demand(False, f"removing a block by replay misses the hooked forward pass by {error:.2g} of the largest value")
-        raise AssertionError
+        return bypass_that_holds(self.name, self.anatomy, self.room, lambda tried: self._replay_error(tried, layers, truth))
 
     def _replay_error(self, anatomy: Anatomy, layers: list[int], truth: dict) -> float:
         worst, middle = 0.0, anatomy.n_layers // 2
