@@ -131,6 +131,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C. Where a KeyboardInterrupt itself leaves an `exec` of a text, `python -m` dies of the signal at its end, caught or not."""
+
+
+def _interrupted(number, frame):
+    raise Interrupted
+
+
 def _terminated(number, frame):
     raise SystemExit(128 + number)  # unwinds as Ctrl-C does, so that nothing half-written stays
 
@@ -139,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Gives the exit status: 0, 2 for bad input (one line on stderr), 130 after Ctrl-C; 143 exits after SIGTERM."""
     args = parser().parse_args(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: beside other load, threads that spin cost a factor of ten
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _terminated)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _interrupted)
     try:
         from streamlens.commands import run
 
@@ -154,7 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `streamlens attribute ... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return 0
 
 

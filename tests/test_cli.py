@@ -287,6 +287,22 @@ def test_signals_leave_nothing(tmp_path, number, status):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_while_a_text_is_executed(tmp_path):
+    """As while a dataclass is made: a plain KeyboardInterrupt there would end `python -m` by the signal although it is caught."""
+    lines = [
+        "import os, signal, sys",
+        "from streamlens import cli, commands",
+        "commands.run = lambda args: exec('os.kill(os.getpid(), signal.SIGINT); [None for _ in range(10**7)]')",
+        "sys.exit(cli.main(['card']))",
+    ]
+    (tmp_path / "interrupted.py").write_text("\n".join(lines))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=heeded, check=False)
+    assert (done.returncode, done.stderr) == (130, "streamlens: interrupted, nothing was written\n")
+
+
 def test_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m streamlens.cli attribute --prompt Hi --positions all --csv --quiet | head -1; echo ${{PIPESTATUS[0]}}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
