@@ -6,7 +6,7 @@ nostalgebraist 2020 for the method. Streams are kept at the rows that are read; 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor, nn
 
 from streamlens.errors import InputError
-from streamlens.measure.places import at, flat_index, ordinals, with_top
+from streamlens.measure.places import at, flat_index, ordinals
 from streamlens.models.anatomy import Anatomy
-from streamlens.prompts import Readouts, TokenBatch
+from streamlens.prompts import TOP, Readouts, TokenBatch
 from streamlens.stream.run import Run
 from streamlens.stream.sites import watch_sites
 from streamlens.stream.tail import Tail
@@ -73,24 +73,24 @@ def lens_batch(
     Raises :class:`InputError` for a site that the model has not, or whose vectors are no streams.
     """
     unembed = Unembed(module.get_submodule(anatomy.unembed), anatomy.logits)
-    flat = flat_index(batch, *places)
+    flat, end = flat_index(batch, *places), ("final", anatomy.n_layers)
     hidden, streams = _streams(module, anatomy, batch, flat, sites)
-    readouts = with_top(readouts, batch, hidden, unembed)
     wanted = tuple(place for place in streams if place[0] in sites)
-    shape = len(wanted), len(norms)
-    read = hidden.new_empty(*shape, len(flat), hidden.shape[-1])
+    # The end is read first: its likeliest tokens are what "top" means at every other site.
+    order = ([end] if end in wanted or (readouts.target <= TOP).any() else []) + [place for place in wanted if place != end]
+    read = hidden.new_empty(len(order), len(norms), len(flat), hidden.shape[-1])
     with Tail(module, anatomy) as tail:
-        tail.fit(streams["final", anatomy.n_layers], at(hidden, flat))
-        for place, by_norm in zip(wanted, read, strict=True):
+        tail.fit(streams[end], at(hidden, flat))
+        for place, by_norm in zip(order, read, strict=True):
             stream = streams.pop(place)
             for norm, out in zip(norms, by_norm, strict=True):
                 out.copy_(tail(stream, frozen=norm == "frozen"))
-    order = np.argsort(flat)
-    row = order[np.searchsorted(flat, flat_index(batch, readouts.prompt, readouts.position), sorter=order)]
-    # All sites are read as one: a product of many rows costs less than many products, and one row of each site hardly more than one row.
-    rows = (len(flat) * np.arange(np.prod(shape))[:, None] + row).reshape(-1)
-    top, target = _read(unembed, read.flatten(0, 2), rows, np.tile(readouts.target, np.prod(shape)), top_k)
-    top, target = [x.reshape(*shape, len(flat), top_k) for x in top], [x.reshape(*shape, len(row)) for x in target]
+    by_flat = np.argsort(flat)
+    row = by_flat[np.searchsorted(flat, flat_index(batch, readouts.prompt, readouts.position), sorter=by_flat)]
+    top, target, ids = _read(unembed, read, row, readouts.target, top_k)
+    readouts = replace(readouts, target=ids)
+    site, distinct = [order.index(place) for place in wanted], readouts.first
+    top, target, readouts = [x[site] for x in top], [x[site][..., distinct] for x in target], readouts.take(distinct)
     return Lens(*places, wanted, norms, Tokens(*top), readouts, Tokens(np.broadcast_to(readouts.target, target[0].shape), *target))
 
 
@@ -114,7 +114,7 @@ def _streams(
     """The unembedding's input, and the stream at every site and at the end, at the rows `flat`."""
     kept: dict[tuple[str, int], Tensor] = {}
     with Run.of(module, anatomy) as run:
-        watch_sites(run, anatomy, {*sites, "final"}, lambda site, layer, _, value: kept.__setitem__((site, layer), at(value, flat).clone()))
+        watch_sites(run, anatomy, {*sites, "final"}, lambda site, layer, _, value: kept.__setitem__((site, layer), at(value, flat)))
         hidden = run.hidden(batch.ids, batch.mask)
     for site in sites:
         widths = {stream.shape[-1] for (name, _), stream in kept.items() if name == site}
@@ -126,25 +126,37 @@ def _streams(
 
 def _read(
     unembed: Unembed,
-    hidden: Float[Tensor, "row width"],
-    at_row: Int64[np.ndarray, " target"],
+    read: Float[Tensor, "site norm row width"],
+    row: Int64[np.ndarray, " target"],
     target: Int64[np.ndarray, " target"],
     top_k: int,
-) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """(id, rank, logit, probability) `[row, k]` of the top, and (rank, logit, probability) `[target]`, from a chunk of rows at a time."""
-    top, found = [], tuple(np.empty(len(target), dtype=dtype) for dtype in (np.int64, np.float64, np.float64))
+) -> tuple[list[np.ndarray], list[np.ndarray], Int64[np.ndarray, " target"]]:
+    """(id, rank, logit, probability) `[site, norm, row, k]` of the top, (rank, logit, probability) `[site, norm, target]`, and the targets.
+
+    What is TOP or below it among them becomes the likeliest tokens of the first site.
+    """
+    shape, n_rows, n_targets, target = read.shape[:2], read.shape[2], len(row), target.copy()
+    most = int(TOP - target.min(initial=TOP)) + 1
+    # All sites are read as one: a product of many rows costs less than many products, and one row of each site hardly more than one row.
+    at_row = (n_rows * np.arange(shape.numel())[:, None] + row).reshape(-1)
     turn = ordinals(at_row)  # one compare serves one target a row
-    for chunk, logits in unembed.each_logits(hidden):
-        values, ids = largest(logits, max(top_k, 1))
+    top, found = [], tuple(np.empty(len(at_row), dtype=dtype) for dtype in (np.int64, np.float64, np.float64))
+    for chunk, logits in unembed.each_logits(read.flatten(0, 2)):
+        values, ids = largest(logits, max(top_k, 1 if chunk.start >= n_rows else most))
         log_normalizer = _log_normalizer(logits, values[:, 0])
         top.append(_top(values, ids, log_normalizer, top_k))
         inside = np.flatnonzero((at_row >= chunk.start) & (at_row < chunk.stop))
+        unknown = inside[inside < n_targets]
+        unknown = unknown[target[unknown] <= TOP]
+        target[unknown] = ids.cpu().numpy()[at_row[unknown] - chunk.start, TOP - target[unknown]]
         for now in np.unique(turn[inside]):
             which = inside[turn[inside] == now]
             which = which[np.argsort(at_row[which])]
-            for column, value in zip(found, _targets(logits, at_row[which] - chunk.start, target[which], log_normalizer), strict=True):
+            tokens = target[which % n_targets]
+            for column, value in zip(found, _targets(logits, at_row[which] - chunk.start, tokens, log_normalizer), strict=True):
                 column[which] = value.cpu().numpy()
-    return tuple(np.concatenate(parts) for parts in zip(*top, strict=True)), found
+    tops = [np.concatenate(parts).reshape(*shape, n_rows, top_k) for parts in zip(*top, strict=True)]
+    return tops, [column.reshape(*shape, n_targets) for column in found], target
 
 
 def _top(

@@ -43,6 +43,11 @@ class Readouts:
         """The same number for rows of the same prompt and position, in their order."""
         return np.unique(np.stack([self.prompt, self.position]), axis=1, return_inverse=True)[1].reshape(-1)
 
+    @property
+    def first(self) -> Int64[np.ndarray, " distinct"]:
+        """The rows that repeat no row before them, in order."""
+        return np.sort(np.unique(np.stack([getattr(self, f.name) for f in fields(self)]), axis=1, return_index=True)[1])
+
     def take(self, rows: np.ndarray) -> Readouts:
         """The chosen rows, by index or by mask."""
         return Readouts(*(getattr(self, f.name)[rows] for f in fields(self)))
@@ -101,9 +106,7 @@ def fill_top(readouts: Readouts, top: Int64[np.ndarray, " row"]) -> Readouts:
         place = out.place
         out = out.take(~same | ~np.isin(place, place[~same]))
     _check_differ(out)
-    table = np.stack([out.prompt, out.position, out.target, out.versus])
-    _, first = np.unique(table, axis=1, return_index=True)
-    return out if len(first) == len(out) else out.take(np.sort(first))
+    return out.take(out.first)
 
 
 def _refuse_gaps(column: tuple | None) -> None:
