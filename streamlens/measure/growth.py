@@ -98,7 +98,9 @@ class _Watch:
     def __init__(self, meter: Meter, batch: TokenBatch, flat: Tensor):
         self.meter, self.batch = meter, batch
         self.places = Places(flat.unique(), batch.ids.numel())
-        self.index = self.places.index(flat).numpy()  # of each row in what is kept
+        index = self.places.index(flat).numpy()
+        in_order = len(index) == batch.ids.numel() and bool((np.diff(index) == 1).all())
+        self.index = slice(None) if in_order else index  # of each row in what is kept
         self.columns: list[Column] = []
         self.values: list[Float64[np.ndarray, " row"]] = []
         self.seen: Counter[tuple[str, int]] = Counter()

@@ -25,7 +25,7 @@ FEW_THREADS = 4
 """With up to so many, one that does everything to a block of rows while the block is in its cache is faster than all that share each
 kernel: starting them takes longer than a kernel does."""
 
-_BLOCK = 2**18  # bytes
+_BLOCK = 2**19  # bytes
 _FROM = {"rms": ("l2",), "std": ("l2", "mean"), "max_abs": ("max_index",)}
 
 
@@ -120,34 +120,30 @@ def massive(
     The median is over the prompt's own tokens and all of their coordinates.
     """
     counts = np.zeros(largest.shape, dtype=np.int64)
+    memory = np.empty((largest.shape[1], x.shape[-1]), dtype=np.float64 if x.dtype == torch.float64 else np.float32)
     for row, length in enumerate(lengths):
-        most = largest[row, :length]
-        if (most > MASSIVE).any():
-            prompt = x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy()
-            least, missed = _between(prompt, most.astype(prompt.dtype), np.inf, MASSIVE)
-            tokens = np.flatnonzero(most >= least)
-            size = np.abs(prompt[tokens])
-            least, _ = _between(prompt, size, least, missed)
-            counts[row, tokens] = np.count_nonzero(size >= least, axis=-1)
+        if (largest[row, :length] > MASSIVE).any():
+            size = np.abs(x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy(), out=memory[:length])
+            where = np.flatnonzero(size > MASSIVE)
+            above = size.reshape(-1)[where]
+            candidates = np.sort(above)[::-1]
+            found = _far_above(candidates, size)
+            if found:
+                counts[row, :length] = np.bincount(where[above >= candidates[found - 1]] // size.shape[1], minlength=length)
     return counts
 
 
-def _between(
-    prompt: Float[np.ndarray, "pos d_model"], some: Float[np.ndarray, "*some"], massive: float, missed: float
-) -> tuple[float, float]:
-    """The least massive and the largest other of some absolute coordinates of a prompt, between what is known to be either.
+def _far_above(candidates: Float[np.ndarray, " some"], size: Float[np.ndarray, "pos d_model"]) -> int:
+    """How many of some of these absolute coordinates, the largest first, are at least :data:`TIMES_MEDIAN` times the median of all.
 
-    Whether one is massive is asked by counting how many of all lie at or below its thousandth part, from the largest on, since of hundreds
-    above 100 often one is; a median would take longer than some counts.
+    Each is asked by counting how many lie at or below its thousandth part, from the largest on, since of hundreds above 100 often one is;
+    a median would take longer than some counts.
     """
-    candidates = np.sort(some[(some > missed) & (some < massive)])[::-1]
 
     def falls_short(i: int) -> bool:
-        most = candidates[i] / TIMES_MEDIAN
-        return 2 * int(np.count_nonzero(prompt <= most) - np.count_nonzero(prompt < -most)) < prompt.size
+        return 2 * int(np.count_nonzero(size <= candidates[i] / TIMES_MEDIAN)) < size.size
 
     found, next_one = 0, 1
     while next_one <= len(candidates) and not falls_short(next_one - 1):
         found, next_one = next_one, 2 * next_one
-    found = bisect_left(range(len(candidates)), True, found, min(next_one - 1, len(candidates)), key=falls_short)
-    return float(candidates[found - 1]) if found else massive, float(candidates[found]) if found < len(candidates) else missed
+    return bisect_left(range(len(candidates)), True, found, min(next_one - 1, len(candidates)), key=falls_short)
