@@ -21,6 +21,15 @@ def tokens(model, batch: int, pos: int) -> torch.Tensor:
     return torch.randint(1000, model.anatomy.n_vocab, (batch, pos), generator=torch.Generator().manual_seed(0))
 
 
+def wide():
+    """A random Llama, eight layers as wide as those of a 1B model: its weights change no timing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "vocab_size": 32000}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=1024)).eval()
+
+
 @torch.no_grad()
 def plain(model, ids: torch.Tensor, logits: bool = True) -> torch.Tensor:
     """A plain forward pass of transformers (sdpa, no cache)."""

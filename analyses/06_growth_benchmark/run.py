@@ -1,6 +1,6 @@
 """What measuring the stream costs, beside a plain forward pass without logits: both sides alternate in one process.
 
-python run.py [norms] [heads] [reads] [frame] [--rounds N] [--threads N] [--clock wall|cpu]
+python run.py [norms] [heads] [reads] [wide] [frame] [--rounds N] [--threads N] [--clock wall|cpu]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from timing import MODEL, alternate, plain, ratio, report, tokens
+from timing import MODEL, alternate, plain, ratio, report, tokens, wide
 
 import streamlens as sl
 from streamlens import frames
@@ -27,8 +27,7 @@ from streamlens.prompts import parse
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], **chosen: object) -> None:
-    model = sl.load(MODEL)
+def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], model, **chosen: object) -> None:
     ids = tokens(model, 4, 256)
     sides = {"plain": lambda: plain(model, ids, logits=False), "norms": lambda: sl.norms(model, ids, **chosen)}
     seconds = alternate(sides, rounds, clock)
@@ -36,17 +35,25 @@ def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], **
     print(f"    {len(sides['norms']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
 
 
-def norms(rounds: int, clock: Callable[[], float]) -> None:
-    compare("all measures of streams and sublayer writes", 1.10, rounds, clock, measures=None, sites=without("norm", "head_out"))
+def norms(rounds: int, clock: Callable[[], float], model=None) -> None:
+    sites = without("norm", "head_out")
+    compare("all measures of streams and sublayer writes", 1.10, rounds, clock, model or sl.load(MODEL), measures=None, sites=sites)
 
 
-def heads(rounds: int, clock: Callable[[], float]) -> None:
-    compare("the same with every head's write", 1.3, rounds, clock, measures=None, sites=without("norm"))
+def heads(rounds: int, clock: Callable[[], float], model=None) -> None:
+    compare("the same with every head's write", 1.3, rounds, clock, model or sl.load(MODEL), measures=None, sites=without("norm"))
+
+
+def of_wide(rounds: int, clock: Callable[[], float]) -> None:
+    """Both in a model of 2048 coordinates: a pass grows with their square, a measure with their number."""
+    model = sl.load(wide())
+    norms(max(3, rounds // 2), clock, model)
+    heads(max(3, rounds // 2), clock, model)
 
 
 def reads(rounds: int, clock: Callable[[], float]) -> None:
     """Beyond what is asked for: the scale and gain of every norm that a sublayer reads through."""
-    compare("all of these and read norms", 1.3, rounds, clock, measures=None, sites=without())
+    compare("all of these and read norms", 1.3, rounds, clock, sl.load(MODEL), measures=None, sites=without())
 
 
 def without(*sites: str) -> list[str]:
@@ -65,7 +72,7 @@ def frame(rounds: int, clock: Callable[[], float]) -> None:
     report(f"seconds for a table of {1024 * len(columns)} rows", statistics.median(seconds), 1.0)
 
 
-PARTS = {"norms": norms, "heads": heads, "reads": reads, "frame": frame}
+PARTS = {"norms": norms, "heads": heads, "reads": reads, "wide": of_wide, "frame": frame}
 
 
 def main() -> None:
