@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
@@ -109,4 +110,9 @@ def batched(model: Model, prompts: Prompts, max_tokens: int) -> list[TokenBatch]
 
 def watched(items: list, progress: bool, title: str, unit: str = "batch") -> Iterable:
     """The items, with a progress bar on stderr where it is wanted."""
-    return tqdm(items, desc=title, unit=unit, disable=not progress)
+    return tqdm(items, desc=title, unit=unit, disable=not progress, mininterval=seconds_between())
+
+
+def seconds_between() -> float:
+    """How often a progress bar is drawn: where somebody watches, as it moves; in a log, which keeps every drawing, seldom."""
+    return 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +18,6 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff; }
 img { max-width: 100%; } figure { margin: 2rem 0; } figcaption, footer { color: #555; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; }
-pre { overflow-x: auto; background: #f6f6f6; padding: 1rem; }
 """
 _FILES = (
     "attribution.parquet: each component's share of each logit; ablation.parquet: each metric without each layer; norms.parquet: the "
@@ -52,19 +51,20 @@ def _draw_removal(ablation: pd.DataFrame) -> Iterator[tuple[str, Axes, str]]:
             yield f"removal_{metric}", figures.removal(ablation, metric=metric), caption
 
 
-def write(folder: Path, tables: Tables, summary: str) -> None:
+def write(folder: Path, tables: Tables, findings: Sequence[str]) -> None:
     """Draw and save every figure (PDF, PNG) into `folder`, and index.html with the PNGs inside it."""
     shown = []
     with figures.style("paper", columns=2):
         for stem, ax, caption in draw(tables):
             figures.save(ax, folder / stem)
             shown.append(_figure((folder / f"{stem}.png").read_bytes(), caption))
-    title = f"streamlens report: {tables.card['model'].iloc[0]}"
+    title = html.escape(f"streamlens report: {tables.card['model'].iloc[0]}")
     sets = sets_table(tables.attribution).to_html(index=False, border=0)
+    said = "".join(f"<li>{html.escape(line)}</li>\n" for line in findings)
     (folder / "index.html").write_text(
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(model_line(tables.card))}</p>\n{sets}\n"
-        f"<pre>{html.escape(summary)}</pre>\n{''.join(shown)}<footer><p>{html.escape(_FILES)}</p></footer>\n</body>\n</html>\n",
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n'
+        f"<body>\n<h1>{title}</h1>\n<p>{html.escape(model_line(tables.card))}</p>\n{sets}\n<ul>\n{said}</ul>\n{''.join(shown)}"
+        f"<footer><p>{html.escape(_FILES)}</p></footer>\n</body>\n</html>\n",
         encoding="utf-8",
     )
 

@@ -14,7 +14,7 @@ import streamlens as sl
 from streamlens import page, schema
 from streamlens.folder import output_folder
 from streamlens.prompts import all_bundled
-from streamlens.summary import Tables, summarise
+from streamlens.summary import Tables, findings, summarise
 
 UNITS = ("block", "attn", "mlp")
 _SWEPT = 6  # prompts of each bundled set that layers are removed for
@@ -67,7 +67,7 @@ def report(
             schema.write_parquet(table, work / f"{name}.parquet")
             if csv:
                 table.to_csv(work / f"{name}.csv", index=False)
-        page.write(work, tables, summary)
+        page.write(work, tables, findings(tables, left_out, seed))
     return Report(folder, tables, summary, left_out)
 
 

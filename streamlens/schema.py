@@ -304,10 +304,14 @@ def validate(df: pd.DataFrame, table_name: str) -> None:
     for name in key:
         if df[name].isna().any():
             raise InputError(f"{table_name}.{name} is part of the key and must have no nulls; got {int(df[name].isna().sum())}")
-    repeated = df.duplicated(subset=key)
-    if repeated.any():
-        first = df.loc[repeated, key].iloc[0].to_dict()
-        raise InputError(f"{table_name} must have one row for each {', '.join(key)}; got {int(repeated.sum())} repeated, first {first}")
+    if repeated := _repeated(df, key):
+        raise InputError(f"{table_name} must have one row for each {', '.join(key)}; got {repeated}")
+
+
+def _repeated(df: pd.DataFrame, key: list[str]) -> str:
+    """How many rows repeat the key of another one, and which is the first; "" for none."""
+    again = df.duplicated(subset=key)
+    return f"{int(again.sum())} repeated, first {df.loc[again, key].iloc[0].to_dict()}" if again.any() else ""
 
 
 def _named_by_model(frames: list[pd.DataFrame]) -> tuple[list[pd.DataFrame], list[str]]:
@@ -335,8 +339,21 @@ def concat(frames: Sequence[pd.DataFrame], table_name: str) -> pd.DataFrame:
 
     Categories are united by code, without going through text. Optional columns that a frame lacks are filled with none (-1, ""),
     other columns with nulls. Frames whose `attrs["model"]` differ get a `model` column. `attrs` are the first frame's, with the worst
-    `additivity_error` of all and, for several models, their list. Raises InputError for no frames or a missing column.
+    `additivity_error` of all and, for several models, their list. Raises InputError for no frames, a missing column, and rows that two
+    frames have, which every mean would take for one prompt's.
     """
+    out = end_to_end(frames, table_name)
+    key = table(table_name).key(out)
+    if repeated := _repeated(out, key):
+        raise InputError(
+            f"frames must hold different rows; got, by {', '.join(key)}, {repeated}: give models in memory names (load(name=)), and "
+            f"prompts that were measured apart different numbers"
+        )
+    return out
+
+
+def end_to_end(frames: Sequence[pd.DataFrame], table_name: str) -> pd.DataFrame:
+    """As :func:`concat`, for frames that are known to hold different rows."""
     spec, frames = table(table_name), list(frames)
     if not frames:
         raise InputError("frames must be one DataFrame or more; got none")

@@ -24,16 +24,21 @@ class Tables:
 
 
 def summarise(tables: Tables, left_out: int, seed: int = 0) -> str:
-    """The report's summary: the model, the sets with their largest writers, the layers that matter most, growth, and the checks."""
-    lines = [model_line(tables.card), "", sets_table(tables.attribution).to_string(index=False), ""]
-    without = f"without one block (mean of {tables.ablation.prompt.nunique()} prompts)"
+    """The report's summary: the model, the sets with their largest writers, and what was found."""
+    sets = sets_table(tables.attribution).to_string(index=False)
+    return "\n".join([model_line(tables.card), "", sets, "", *findings(tables, left_out, seed)])
+
+
+def findings(tables: Tables, left_out: int, seed: int = 0) -> list[str]:
+    """A line each: the layers that matter most, growth, and the checks."""
+    without, lines = f"without one block (mean of {tables.ablation.prompt.nunique()} prompts)", []
     for metric, text in worst_layers(tables.ablation).items():
         lines += [f"{without}, {metric if metric in DIVERGENCES else f'change of the {metric}'}: {text}"]
     lines += [growth_line(tables.norms, seed)]
     lines += [f"worst additivity error: {tables.attribution.attrs['additivity_error']:.1e} of the sum of absolute contributions"]
     if left_out:
         lines += [f"bundled prompts left out (target or versus not one token for this tokenizer): {left_out}"]
-    return "\n".join(lines)
+    return lines
 
 
 def model_line(card: pd.DataFrame) -> str:

@@ -1,6 +1,7 @@
 """The calls as a user makes them: kinds of prompts, what a table says of itself, and one clear line for what is wrong."""
 
 import json
+from itertools import count
 
 import numpy as np
 import pandas as pd
@@ -84,6 +85,17 @@ def test_batches_are_within_max_tokens(llama, monkeypatch):
     )
     sl.norms(llama, PROMPTS, max_tokens=12)
     assert shapes == [(1, 7), (2, 6)]
+
+
+def test_a_progress_bar_in_a_log_is_drawn_seldom(llama, capsys, monkeypatch):
+    def drawn() -> int:
+        sl.ablate(llama, PROMPTS, progress=True, max_tokens=1)
+        return capsys.readouterr().err.count("forward passes")
+
+    monkeypatch.setattr("tqdm.std.time", count(step=1).__next__)  # a second goes by at every look
+    seldom = drawn()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert 1 < seldom < 6 < drawn()
 
 
 def test_progress_goes_to_stderr(llama, capsys):

@@ -23,7 +23,8 @@ _GAP = 0.3  # between two numbers, over their height
 def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
     """What the model would say if it ended at a layer: a layer × position map of the likeliest token, coloured by its probability.
 
-    `df` is a lens table of one prompt and one norm, with one site a layer (resid_pre and final, as by default). `show="target"` colours
+    `df` is a lens table of one prompt and one norm, with one site a layer (resid_pre and final, as by default). Of a single position all
+    the likeliest tokens that it holds stand side by side, the likeliest first. `show="target"` colours
     the probability of the named target instead, and writes its rank (0 is the likeliest; in thousands, 12k, where cells are narrow); the
     title names it where it is one. Raises InputError for several prompts, models, norms, sites of one layer or targets of one position,
     and for a table without the rows that are shown.
@@ -31,36 +32,42 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
     frames.columns(df, _NEEDED, "a lens")
     choice("show", show, _SHOWN)
     frames.refuse_several(df, names=["model", "prompt", "norm"], may="")
-    rows = df[df["k"] == _SHOWN[show]]
+    across = "k" if show == "top" and df["position"].nunique() == 1 and df["k"].max() > 0 else "position"
+    rows = df[df["k"] >= 0] if across == "k" else df[df["k"] == _SHOWN[show]]
     if rows.empty:
         raise InputError(f"df must have rows of k={_SHOWN[show]} for show={show!r}; got k from {df['k'].min()} to {df['k'].max()}")
-    if rows.duplicated(["position", "layer"]).any():
+    if rows.duplicated([across, "layer"]).any():
         several = "site of a layer" if rows.groupby(["layer"])["site"].nunique().max() > 1 else "target of a position"
         raise InputError(f"df must hold one {several}; got several: select one")
-    positions, layers = (np.sort(rows[name].unique()) for name in ("position", "layer"))
+    columns, layers = (np.sort(rows[name].unique()) for name in (across, "layer"))
     font = 0.8 * mpl.rcParams["font.size"]
     ax = axes(ax, height=(1.45 * len(layers) * font + 8 * mpl.rcParams["font.size"]) / 72)
-    grid = rows.pivot(index="layer", columns="position", values="probability").to_numpy()
-    edges = (np.arange(len(positions) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5)
+    grid = rows.pivot(index="layer", columns=across, values="probability").to_numpy()
+    edges = (np.arange(len(columns) + 1) - 0.5, np.arange(len(layers) + 1) - 0.5)
     look = {"cmap": mpl.colormaps[SEQUENTIAL].with_extremes(bad="0.88"), "vmin": 0, "vmax": 1, "edgecolors": "white", "linewidth": 0.3}
-    if not _fit(ax, len(positions), font):  # lines between such narrow cells would be all that is seen
+    if not _fit(ax, len(columns), font):  # lines between such narrow cells would be all that is seen
         look |= {"edgecolors": "face", "linewidth": 0.1}
     mesh = ax.pcolormesh(*edges, grid, **look)
-    _axes(ax, rows, positions, layers, font)
-    _write(ax, rows, positions, layers, font, show)
+    _axes(ax, rows, across, columns, layers)
+    _write(ax, rows, across, columns, layers, font, show)
     ax.figure.colorbar(mesh, ax=ax).set_label("probability")
-    title(ax, _title(rows, show))
+    title(ax, _title(rows, show, several=across == "k"))
     return ax
 
 
-def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float) -> None:
-    tokens = rows.drop_duplicates("position").set_index("position")["token"]
-    ax.set(xlim=(-0.5, len(positions) - 0.5), ylim=(len(layers) - 0.5, -0.5), xlabel="token", ylabel="layer")
-    at = np.arange(0, len(positions), int(np.ceil(1.3 * mpl.rcParams["font.size"] / _cell(ax, len(positions)))))
-    ax.xaxis.set_major_locator(FixedLocator(at))
-    ax.set_xticklabels(
-        [_bare(str(tokens[p]), 12) for p in positions[at]], rotation=45, ha="right", rotation_mode="anchor", parse_math=False
-    )
+def _axes(ax: Axes, rows: pd.DataFrame, across: str, columns: np.ndarray, layers: np.ndarray) -> None:
+    ax.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(layers) - 0.5, -0.5), ylabel="layer")
+    if across == "k":
+        token = labels.visible(str(rows["token"].iloc[0]), 12)
+        ax.set_xticks(range(len(columns)), [str(k + 1) for k in columns])
+        ax.set_xlabel(f"likeliest tokens after {token}, the likeliest first", parse_math=False)
+    else:
+        tokens = rows.drop_duplicates("position").set_index("position")["token"]
+        at = np.arange(0, len(columns), int(np.ceil(1.3 * mpl.rcParams["font.size"] / _cell(ax, len(columns)))))
+        ax.xaxis.set_major_locator(FixedLocator(at))
+        names = [_bare(str(tokens[p]), 12) for p in columns[at]]
+        ax.set_xticklabels(names, rotation=45, ha="right", rotation_mode="anchor", parse_math=False)
+        ax.set_xlabel("token")
     step = max(1, round(len(layers) / 12))
     ticks = np.arange(0, len(layers), step)
     ax.set_yticks(ticks, [str(layers[i]) for i in ticks])
@@ -68,14 +75,14 @@ def _axes(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarra
     ax.spines[:].set_visible(False)
 
 
-def _write(ax: Axes, rows: pd.DataFrame, positions: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
+def _write(ax: Axes, rows: pd.DataFrame, across: str, columns: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
     """The token (or the target's rank) in every cell, cut to its width; nothing where not one letter fits."""
-    n = _fit(ax, len(positions), font)
+    n = _fit(ax, len(columns), font)
     if show == "target":
-        font, n = _digits(_cell(ax, len(positions)), font)
+        font, n = _digits(_cell(ax, len(columns)), font)
     if n < 1:
         return
-    x, y = np.searchsorted(positions, rows["position"]), np.searchsorted(layers, rows["layer"])
+    x, y = np.searchsorted(columns, rows[across]), np.searchsorted(layers, rows["layer"])
     texts = [_rank(r, n) for r in rows["rank"]] if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
     for i, j, text, probability in zip(x, y, texts, rows["probability"], strict=True):
         colour = "white" if probability >= _DARK else "black"
@@ -106,10 +113,10 @@ def _rank(rank: int, longest: int) -> str:
     return next((text for text in texts if len(text) <= longest), "…")
 
 
-def _title(rows: pd.DataFrame, show: str) -> str:
+def _title(rows: pd.DataFrame, show: str, several: bool) -> str:
     norm = "" if rows["norm"].iloc[0] == "recomputed" else ", final norm frozen"
     if show == "top":
-        return f"likeliest token at each layer{norm}"
+        return f"likeliest token{'s' if several else ''} at each layer{norm}"
     named = labels.visible(str(rows["target_token"].iloc[0])) if rows["target"].nunique() == 1 else "target"
     return f"rank and probability of {named}{norm}"
 

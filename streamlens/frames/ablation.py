@@ -22,7 +22,7 @@ def ablation(removals: Iterable[Removal], labels: Labels, variants: Mapping[str,
     not got makes no row.
     """
     parts = [frame for r in removals for frame in _removal_parts(r, variants, labels)]
-    df = schema.concat(parts, "ablation") if len(parts) > 1 else parts[0]
+    df = schema.end_to_end(parts, "ablation") if len(parts) > 1 else parts[0]
     return schema.apply(df.sort_values(["prompt", "position", "layer", "sublayer"], kind="stable"), "ablation")
 
 

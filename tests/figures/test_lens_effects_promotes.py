@@ -63,6 +63,19 @@ def test_the_lens_shows_the_likeliest_token_of_every_cell_and_its_probability():
     assert ax.get_ylim() == (5.5, -0.5)
 
 
+def test_the_lens_of_a_single_position_shows_its_likeliest_tokens_side_by_side():
+    df = lens_table(positions=(4,))
+    df["target_token"] = np.where(df.k == 1, " second", df.target_token)
+    ax = figures.lens(df)
+    grid = df[df.k >= 0].pivot(index="layer", columns="k", values="probability").to_numpy()
+    np.testing.assert_allclose(ax.collections[0].get_array(), grid)
+    texts = {tuple(map(int, t.get_position())): t.get_text() for t in ax.texts}
+    assert {texts[1, layer] for layer in range(6)} == {"second"}
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2"]
+    assert ax.get_title() == "likeliest tokens at each layer"
+    assert "after “" in ax.get_xlabel()
+
+
 def test_the_lens_of_a_target_shows_its_rank():
     ax = figures.lens(lens_table(), show="target")
     assert {t.get_text() for t in ax.texts} == {"7"}
