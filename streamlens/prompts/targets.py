@@ -168,7 +168,8 @@ def _text_token(text: str, prompts: Prompts, i: int, tokenizer: object, name: st
     spaced = added(tokenizer, prompts.ids[i], prompt, f" {text}") if _may_lack_space(prompt, text) else []
     if len(ids) != 1:
         split = f"{len(ids)}: {pieces(tokenizer, ids)}" if ids else "none"
-        hint = f"; with a leading space, {' ' + text!r}, it is one" if len(spaced) == 1 else ""
+        first = f"; its first piece, id {ids[0]}, is one" if ids else ""
+        hint = f"; with a leading space, {' ' + text!r}, it is one" if len(spaced) == 1 else first
         raise InputError(f"{name} must be one token; got {text!r}, which is {split}, behind prompt {i}{hint}")
     if len(spaced) == 1 and spaced != ids:
         forgotten.setdefault((name, text), i)

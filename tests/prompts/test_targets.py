@@ -110,7 +110,7 @@ def test_keywords_win_over_their_text(tiny):
 
 
 def test_the_split_of_several_tokens_is_shown(smol):
-    message = r"target must be one token; got ' Paris,', which is 2: \[' Paris', ','\], behind prompt 0"
+    message = r"target must be one token; got ' Paris,', which is 2: \[' Paris', ','\], behind prompt 0; its first piece, id 7042, is one"
     with pytest.raises(InputError, match=message):
         read("The Eiffel Tower is in the city of", smol, smol.vocab_size, target=" Paris,")
 
