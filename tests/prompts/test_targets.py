@@ -165,7 +165,7 @@ def test_what_is_no_target_is_named(prompts, asked, message, tiny):
 
 
 def test_an_error_does_not_hint_at_a_space_that_does_not_help(tiny):
-    with pytest.raises(InputError, match=r"got 'bc', which is 2: .*, behind prompt 0$"):
+    with pytest.raises(InputError, match=r"got 'bc', which is 2: .*, behind prompt 0; its first piece, id \d+, is one$"):
         read("a", tiny(), target="bc")
 
 
