@@ -51,6 +51,14 @@ def test_forms_over_a_range_and_by_model():
         stats.growth_forms(norms(CURVES["linear"]), layers=(5, 13))
 
 
+def test_forms_are_fitted_to_the_geometric_mean_over_prompts():
+    """As growth_rate is; an arithmetic mean would be that of the one prompt of large norms."""
+    curves = [CURVES["linear"], 50 * CURVES["exponential"]]
+    both = pd.concat([norms(curve, prompts=1).assign(prompt=p, prompt_text=f"p{p}") for p, curve in enumerate(curves)])
+    alone, numbers = norms(np.sqrt(curves[0] * curves[1]), prompts=1), ["intercept", "slope", "r2"]
+    np.testing.assert_allclose(stats.growth_forms(both)[numbers], stats.growth_forms(alone)[numbers], rtol=1e-9)
+
+
 def test_r2_is_that_of_the_norm_for_all_forms():
     assert stats.growth_forms(norms(np.full(6, 2.0))).r2.isna().all()
     curve = 4.0 ** np.arange(8) + np.arange(8) ** 2
@@ -85,10 +93,16 @@ def test_position_0_is_left_out_of_ratios_unless_asked_for():
         stats.growth_ratios(norms(CURVES["linear"], positions=1))
 
 
-def test_what_initialisation_predicts():
-    lines = stats.initial_growth(8, variance=0.5)
+def test_a_step_over_a_gap_is_no_layers_ratio():
+    df = norms(CURVES["linear"])
+    assert stats.growth_ratios(df[df.layer != 5]).layer.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("variance", "rate"), [(0.5, 1.0), (0.2, 0.4), (0.0, 0.0)])
+def test_what_initialisation_predicts(variance, rate):
+    lines = stats.initial_growth(8, variance=variance)
     assert lines.layer.tolist() == list(range(9))
-    np.testing.assert_allclose(lines.random_walk**2, 1 + lines.layer)
+    np.testing.assert_allclose(lines.random_walk**2, 1 + rate * lines.layer)
     np.testing.assert_allclose(lines.low**2, 1 + lines.layer / 2)
     np.testing.assert_allclose(lines.high**2, 1 + 1.5 * lines.layer)
     with pytest.raises(InputError, match=r"variance must be 0 or more; got -1.0"):
@@ -112,6 +126,16 @@ def test_sink_rate_by_the_published_rule():
         stats.sink_rate(norms(CURVES["linear"]))
 
 
+@pytest.mark.parametrize(("threshold", "rate"), [(0.3, 0.75), (0.4, 0.5), (0.45, 0.25)])
+def test_a_sink_is_one_head_of_one_attention_above_the_threshold(threshold, rate):
+    rows = [(0, 0, 0.1), (0, 1, 0.9), (1, 0, 0.35), (1, 1, 0.45)]  # two attentions of one head in one block
+    df = pd.DataFrame(rows, columns=["prompt", "sublayer", "value"])
+    df = df.assign(position=3, layer=0, head=0, site="pattern", measure="to_first", token="x", prompt_text="p" + df.prompt.astype(str))
+    out = stats.sink_rate(schema.apply(df, "norms"), threshold)
+    assert out[["layer", "rate", "n_prompts"]].values.tolist() == [[-1, rate, 2], [0, rate, 2]]
+    assert out["mean"].tolist() == pytest.approx([0.45, 0.45])
+
+
 def test_logit_by_depth_sums_to_the_logit():
     rng = np.random.default_rng(0)
     index = pd.MultiIndex.from_product([range(3), [4, 5], [-1, 0, 1, 2], ["a", "b"]], names=["prompt", "position", "layer", "component"])
@@ -125,6 +149,16 @@ def test_logit_by_depth_sums_to_the_logit():
     assert out.layer.tolist() == [-1, 0, 1, 2]
     with pytest.raises(InputError, match="df must be an attribution table with columns target"):
         stats.logit_by_depth(norms(CURVES["linear"]))
+
+
+def test_the_depths_of_several_models_are_those_of_each():
+    index = pd.MultiIndex.from_product([range(3), [4, 5], [-1, 0, 1, 2]], names=["prompt", "position", "layer"])
+    one = index.to_frame(index=False).assign(target=1, versus=-1, contribution=lambda df: 1.0 + df["layer"] + df["prompt"])
+    other = one.assign(contribution=10 * one.contribution - 3)
+    out = stats.logit_by_depth(pd.concat([one.assign(model="b"), other.assign(model="a")]))
+    for name, table in (("a", other), ("b", one)):
+        rows = out[out.model == name].drop(columns="model").reset_index(drop=True)
+        pd.testing.assert_frame_equal(rows, stats.logit_by_depth(table))
 
 
 def parts(layers=4, prompts=3, positions=3, seed=0):
@@ -158,6 +192,16 @@ def test_sources_of_growth_are_shares_that_sum_to_one():
     np.testing.assert_allclose(out[out.source == "size"].set_index("layer")["mean"], expected)
     with pytest.raises(InputError, match="df must be a norm_parts table with columns layer_to, total"):
         stats.growth_sources(norms(CURVES["linear"]))
+
+
+def test_sources_of_position_0_are_left_out_unless_asked_for():
+    df = parts()
+    shares = df.assign(share=df.value / df.total).groupby(["layer", "prompt", "position"]).share.sum()
+    out = stats.growth_sources(df, skip_first=False)
+    np.testing.assert_allclose(out.groupby("layer")["mean"].sum(), shares.groupby(["layer", "prompt"]).mean().groupby("layer").mean())
+    assert not np.allclose(out["mean"], stats.growth_sources(df)["mean"])
+    with pytest.raises(InputError, match="skip_first must be False where every row is a first position"):
+        stats.growth_sources(df[df.position == 0])
 
 
 def test_a_prediction_is_settled_where_the_top_token_stays():

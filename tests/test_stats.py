@@ -193,8 +193,10 @@ def test_growth_refuses_what_it_cannot_fit():
     df = norms()
     with pytest.raises(InputError, match="measure must be one of 'l2'; got 'rms'"):
         stats.growth_rate(df, measure="rms")
-    with pytest.raises(InputError, match=r"df must have norms above 0 and finite; got 2 others, first .*0\.0"):
+    with pytest.raises(InputError, match=r"df must have norms above 0 and finite; got 2 others, first 0\.0"):
         stats.growth_rate(df.assign(value=df["value"].where((df["layer"] != 2) | (df["position"] == 0), 0.0)))
+    with pytest.raises(InputError, match="df must have norms above 0 and finite; got 1 others, first inf"):
+        stats.growth_rate(df.assign(value=df["value"].where((df["layer"] != 2) | (df["position"] != 1), np.inf)))
     with pytest.raises(InputError, match="got several: give each model its name in a column `model`"):
         stats.growth_rate(pd.concat([df, df]))
     with pytest.raises(InputError, match="df must have the sites resid_pre and final; got attn_out"):
@@ -209,3 +211,7 @@ def test_tables_of_single_prompts_put_together_are_not_one_prompt():
     with pytest.raises(InputError, match="got several texts as prompt 0: renumber tables put together"):
         stats.mean_interval(pd.concat([one, other]), "value", "layer")
     assert stats.mean_interval(pd.concat([one, other.assign(prompt=1)]), "value", "layer").n.tolist() == [2]
+    models = pd.concat([one.assign(model="a"), other.assign(model="b")])
+    assert stats.mean_interval(models, "value", ["model", "layer"]).n.tolist() == [1, 1]
+    samples = pd.concat([one.assign(document=5), other.assign(document=6)])
+    assert stats.mean_interval(samples, "value", "layer", unit="document").n.tolist() == [2]

@@ -155,6 +155,22 @@ def test_means_come_from_the_reference_and_leave_out_first_tokens(family):
         assert abs(row.total - float(clean - ablated)) <= 2 * REPLAY * max(1.0, abs(float(clean)))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_direct_effects_of_a_mean_by_hand(family):
+    """A write is linear in what stands at its leaf, so what is lost is the write less the mean of the reference's writes."""
+    model, ids, target, reference = tiny.proven(family), PROMPTS[0], 11, [[1, 2, 3, 4], [50, 40, 30]]
+    df = sl.effects(model, ids, target=target, method="mean", reference=reference, layers=1)
+    clean, *others = (getattr(byhand, family)(model.module, torch.tensor(x)) for x in (ids, *reference))
+    scale = sum(abs(float(share[-1])) for share in clean.shares(target).values())
+    for row in df[df.component.isin(("head", "mlp"))].itertuples():
+        key = (row.component, row.layer, row.head)
+        lost = clean.writes[key] - torch.cat([other.writes[key][1:] for other in others]).mean(0)
+        direct = clean.norm(key, lost)[-1] @ clean.unembed[target]
+        left = final_norm(family, model, clean.final - lost)[-1] @ clean.unembed[target]
+        assert abs(row.direct - float(direct)) <= HAND * scale
+        assert abs(row.direct_recomputed - float(clean.logits[-1, target] - left)) <= 5 * HAND * scale
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma4"])
 def test_totals_are_those_of_head_ablation(family):
     model = tiny.proven(family)
@@ -182,6 +198,19 @@ def test_the_full_check_compares_with_hooked_passes(monkeypatch):
     monkeypatch.setattr(LeafReplay, "each", lambda self, made: each(self, made) * 1.1)
     with pytest.raises(NumericError, match="a total effect misses the model's own forward pass by"):
         sl.effects(tiny.proven("llama"), PROMPTS, check="full")
+
+
+def test_mixers_repair_as_heads_do():
+    """In a model of mixers alone, what the later ones do less of stands with the heads, and nothing with the MLPs."""
+    from tests import zoo
+
+    model = sl.load(zoo.build("mamba"))
+    df = sl.effects(model, PROMPTS, target=11)
+    assert set(df.component) == {"mixer"}
+    assert (df.repair_mlps == 0).all()
+    early = df.layer < model.n_layers - 1
+    assert (df.repair_heads[early] != 0).all()
+    assert (df.repair_heads[~early] == 0).all()
 
 
 def test_layers_and_the_last_layers_repair():

@@ -123,6 +123,15 @@ def test_by_default_the_models_own_answer_is_followed_through_every_layer():
     assert df.groupby(["prompt", "position", "layer", "site"], observed=True).size().eq(6).all()
 
 
+def test_the_models_several_likeliest_tokens_are_followed_each_once():
+    model = tiny.proven("llama")
+    likeliest = hooked_logits(model, PROMPTS[0])[-1].topk(3)[1].tolist()
+    df = sl.lens(model, PROMPTS[0], target=["top3", 4, likeliest[1]], positions="last", top_k=0)
+    for _, rows in df.groupby("layer"):
+        assert sorted(rows.target) == sorted([*likeliest, 4])
+    assert df[df.site == "final"].set_index("target")["rank"][likeliest].tolist() == [0, 1, 2]
+
+
 def test_next_has_no_named_row_at_a_last_token():
     df = sl.lens(tiny.proven("llama"), PROMPTS, target="next")
     for prompt, ids in enumerate(PROMPTS):
@@ -138,14 +147,16 @@ def test_a_named_token_has_the_probability_of_its_own_row_where_others_have_none
         assert np.allclose(df[df.prompt == prompt].probability, truth, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "target"), [("gemma2", ["top3", 11]), ("llama", ["top3", 11]), ("llama", "next")])
-def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(family, target, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "target", "top_k"), [("gemma2", ["top3", 11], 5), ("llama", ["top3", 11], 5), ("llama", ["top3", 11], 0), ("llama", "next", 5)]
+)
+def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(family, target, top_k, monkeypatch):
     model = tiny.proven(family)
-    together = sl.lens(model, PROMPTS, target=target)
+    together = sl.lens(model, PROMPTS, target=target, top_k=top_k)
     monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(unembed, "CHUNK_ROWS", 3)
     monkeypatch.setattr(lens, "SCRATCH_ELEMENTS", 2 * model.anatomy.n_vocab)
-    apart = sl.lens(model, PROMPTS, target=target, max_tokens=4)
+    apart = sl.lens(model, PROMPTS, target=target, top_k=top_k, max_tokens=4)
     keys = schema.table("lens").key(together)
     assert together[keys].equals(apart[keys])
     assert np.allclose(together.logit, apart.logit, rtol=1e-5, atol=1e-5)
@@ -234,6 +245,47 @@ def test_the_full_check_compares_with_what_the_model_prints(family, monkeypatch)
             sl.lens(model, PROMPTS, target=11, check="full")
     finally:
         handle.remove()
+
+
+def test_tokens_of_one_logit_share_their_rank():
+    """A rank counts the tokens strictly above: ties, as bfloat16 has many, stand on the same one."""
+    module, tied = tiny.model("llama"), range(50, 58)
+    with torch.no_grad():
+        module.lm_head.weight[50:58] = 0.0
+    df = sl.lens(sl.load(module), PROMPTS, target=53, top_k=60)
+    for _, rows in df.groupby(["prompt", "position", "layer"]):
+        top = rows[rows.k >= 0]
+        above = int((top.logit > 0).sum())
+        assert set(top[top.target.isin(tied)]["rank"]) == {above}
+        assert top["rank"].tolist() == [int((top.logit > logit).sum()) for logit in top.logit]
+        assert rows[rows.k == -1][["target", "rank", "logit"]].values.tolist() == [[53, above, 0.0]]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_full_check_sees_named_tokens_and_likeliest_ones(named):
+    """The named one, which is nowhere among the likeliest two, alone is printed wrong; or all but it are."""
+    model = tiny.proven("llama")
+    asked = {"target": 11, "top_k": 2, "sites": "final", "norm": ["recomputed", "frozen"], "positions": "last"}
+    assert not (sl.lens(model, PROMPTS, **asked).query("k >= 0").target == 11).any()
+    wrong = (torch.arange(60) == 11) == named
+    handle = model.module.lm_head.register_forward_hook(lambda part, args, out: out + wrong if out.dim() == 3 else None)
+    try:
+        with pytest.raises(NumericError, match="the lens at `final` misses the model's own forward pass by"):
+            sl.lens(model, PROMPTS, **asked, check="full")
+    finally:
+        handle.remove()
+
+
+def test_rows_stand_by_prompt_position_site_norm_and_rank_beside_the_users_columns():
+    import pandas as pd
+
+    model, norms = tiny.proven("llama"), ["recomputed", "frozen"]
+    frame = pd.DataFrame({"prompt": PROMPTS[::-1], "template": ["a", "b"]})  # the longer prompt is the first batch
+    df = sl.lens(model, frame, norm=norms, target=11, top_k=2, max_tokens=4)
+    places = [(p, t) for p, ids in enumerate(PROMPTS[::-1]) for t in range(len(ids))]
+    expected = [(p, t, layer, norm, k) for p, t in places for layer in range(model.n_layers + 1) for norm in norms for k in (-1, 0, 1)]
+    assert list(zip(df.prompt, df.position, df.layer, df.norm, df.k, strict=True)) == expected
+    assert df.template.tolist() == ["ab"[p] for p in df.prompt]
 
 
 def test_a_logit_that_is_not_finite_is_an_error():

@@ -8,6 +8,7 @@ import pytest
 
 from streamlens import schema, stats
 from streamlens.errors import InputError
+from streamlens.stats.ranks import paired_means
 
 
 def ablation(values, span=1, method="remove", **columns):
@@ -75,6 +76,49 @@ def test_position_0_is_left_out_of_the_similarity_unless_asked():
     assert stats.rank_agreement(a, b, skip_first=False).spearman.iloc[0] < 1
 
 
+def test_first_positions_are_taken_where_there_are_no_others():
+    first = similarity([[1, 2, 3]])
+    first = first[first.position == 0]
+    row = stats.rank_agreement(ablation([[1, 2, 3]]), first).iloc[0]
+    assert (row.spearman, row.kendall) == pytest.approx(naive(np.array([1, 2, 3]), np.array([1, -1, 1])))
+
+
+def test_paired_means_leave_out_position_0_unless_asked():
+    a, b = ablation([[1, 2, 3], [3, 4, 5]]), similarity([[1, 2, 3], [3, 4, 5]])
+    points = paired_means(a, b, "block_influence")
+    assert (points.truth.tolist(), points.estimate.tolist()) == (pytest.approx([2, 3, 4]), pytest.approx([2, 3, 4]))
+    first = [1e6, -1e6, 1e6]  # a third of the positions
+    every = paired_means(a, b, "block_influence", skip_first=False).estimate.tolist()
+    assert every == pytest.approx([(2 * later + at_0) / 3 for later, at_0 in zip([2, 3, 4], first, strict=True)])
+
+
+def test_a_layer_that_a_prompt_lacks_is_not_ranked():
+    a, b = ablation([[1, 2, 3, 4, 0], [2, 3, 1, 4, 9]]), similarity([[1, 2, 3, 4, 0], [1, 2, 3, 4, 0]])
+    lacking = stats.rank_agreement(a[(a.prompt == 0) | (a.layer < 4)], b)
+    pd.testing.assert_frame_equal(lacking, stats.rank_agreement(a[a.layer < 4], b))
+    assert lacking.n_units.tolist() == [4]
+
+
+def test_resampling_in_pieces_loses_no_replicate(monkeypatch):
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=(12, 6)) for _ in range(2))
+    whole = stats.rank_agreement(ablation(a), similarity(b), n_boot=40)
+    monkeypatch.setattr(stats.ranks, "CELLS", 36 * 21)  # 21 replicates at a time, and 19
+    pd.testing.assert_frame_equal(stats.rank_agreement(ablation(a), similarity(b), n_boot=40), whole)
+
+
+def test_each_unit_is_ranked_by_itself():
+    """attn and mlp of a layer have the same place in the table."""
+    orders = {"attn": [[1, 2, 3, 4]], "mlp": [[9, 7, 3, 1]]}
+    tables = [
+        pd.concat([ablation(order, method=method).assign(unit=unit, sublayer=0) for unit, order in orders.items()])
+        for method in ("remove", "gradient")
+    ]
+    rows = stats.rank_agreement(*tables)
+    assert rows.unit.tolist() == ["attn", "mlp"]
+    assert rows.kendall.tolist() == pytest.approx([1, 1])
+
+
 def test_spans_are_held_against_pairs_of_the_same_length():
     spans = pd.concat([ablation([[1, 2, 3]]), ablation([[4, 5]], span=2)])
     pairs = similarity([[1, 2, 3]], "angular_distance")
@@ -105,11 +149,16 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_perplexity_is_exp_of_the_mean_loss():
-    df = stats.perplexity(ablation([[0.5, 1.0], [1.5, 2.0]]))
+    losses = ablation([[0.5, 1.0], [1.5, 2.0]])
+    df = stats.perplexity(losses)
     assert df.layer.tolist() == [0, 1]
     assert df.clean.tolist() == pytest.approx([np.e, np.e])
     assert df.ablated.tolist() == pytest.approx(np.exp([2.0, 2.5]))
     assert df.ratio.tolist() == pytest.approx(np.exp([1.0, 1.5]))
     assert df.ratio_low.tolist() == pytest.approx(np.exp([0.5, 1.0]))
+    assert df.ratio_high.tolist() == pytest.approx(np.exp([1.5, 2.0]))
+    assert (df.low.tolist(), df.high.tolist()) == (pytest.approx(np.exp([1.5, 2.0])), pytest.approx(np.exp([2.5, 3.0])))
+    assert df.n.tolist() == [2, 2]
+    pd.testing.assert_frame_equal(stats.perplexity(pd.concat([losses, losses.assign(metric="kl", clean=0.0)])), df)
     with pytest.raises(InputError, match="ablation must hold the metric loss"):
         stats.perplexity(ablation([[1.0]]).assign(metric="kl"))
