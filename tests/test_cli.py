@@ -321,6 +321,68 @@ def test_bug_is_not_dressed_up_as_bad_input(monkeypatch, loaded, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class Reached(Exception):
+    """Ends a command where its call begins."""
+
+
+OPTIONS = [
+    ("attribute", ["--by", "neuron", "--top-k", "3"], {"by": "neuron", "top_k": 3}),
+    ("attribute", ["--target", " a", "--versus", " b"], {"target": " a", "versus": " b"}),
+    ("attribute", ["--target", " a", "--target", " b", "--positions=-2,-1"], {"target": [" a", " b"], "positions": [-2, -1]}),
+    ("ablate", ["--method", "resample", "--reference", "paired", "--seed", "7"], {"reference": "paired", "seed": 7}),
+    ("ablate", ["--span", "all", "--layers", "0,2-4"], {"span": "all", "layers": [0, 2, 3, 4], "heads": None}),
+    ("ablate", ["--metrics", "loss, kl", "--heads", "3"], {"metrics": ["loss", "kl"], "heads": [3], "span": 1}),
+    ("lens", ["--norm", "frozen", "--top-k", "2"], {"norm": "frozen", "top_k": 2, "positions": "last"}),
+    ("lens", ["--target", " a", "--positions", "all"], {"norm": "recomputed", "target": " a", "positions": "all"}),
+    ("effects", ["--method", "mean", "--reference", "FILE", "--layers", "1"], {"method": "mean", "reference": ["one"], "layers": [1]}),
+    ("effects", ["--positions", "0"], {"method": "zero", "reference": None, "positions": [0]}),
+    ("similarity", ["--positions", "last"], {"positions": "last"}),
+    ("norms", ["--positions", "0,3"], {"positions": [0, 3]}),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "given"), OPTIONS)
+def test_options_reach_the_call(monkeypatch, tmp_path, command, options, given):
+    """Under their names there; and each prompt, and no progress bar where it is to be quiet."""
+    (tmp_path / "reference.txt").write_text("one\n")
+    seen = {}
+
+    def call(model, prompts, *args, **named):
+        seen.update({"model": model, "prompts": prompts} | named)
+        if isinstance(seen.get("reference"), pd.DataFrame):
+            seen["reference"] = seen["reference"]["prompt"].tolist()
+        raise Reached
+
+    monkeypatch.setattr(sl, "load", lambda *source, **opened: (*source, opened))
+    monkeypatch.setattr(sl, command, call)
+    options = [str(tmp_path / "reference.txt") if option == "FILE" else option for option in options]
+    with pytest.raises(Reached):
+        cli.main([command, "gpt2", "--dtype", "float64", "--prompt", "x", "--prompt", "y", *options, "--quiet"])
+    assert seen["model"] == ("gpt2", {"device": None, "dtype": "float64"})
+    assert {name: seen[name] for name in given} == given
+    assert (seen["prompts"], seen["progress"]) == (["x", "y"], False)
+
+
+def test_options_reach_the_report(monkeypatch):
+    seen = {}
+
+    def report(*args, **named):
+        seen.update(named)
+        raise Reached
+
+    monkeypatch.setattr("streamlens.report.report", report)
+    with pytest.raises(Reached):
+        cli.main(["report", "--seed", "5", "--device", "cpu", "--target", " a", "--csv", "--quiet"])
+    expected = {"target": " a", "versus": None, "progress": False, "device": "cpu", "dtype": None, "seed": 5, "csv": True}
+    assert seen == expected | {"overwrite": False}
+
+
+def test_each_logit_has_a_waterfall_up_to_eight(loaded, tmp_path):
+    for n in (2, 9):
+        assert cli.main(["attribute", *EIFFEL[:2], "--target", f"top{n}", "--out", str(tmp_path / str(n)), "--quiet"]) == 0
+        assert len(list((tmp_path / str(n)).glob("waterfall_*.png"))) == min(n, 8)
+
+
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [("3", [3]), ("0,3,5-8", [0, 3, 5, 6, 7, 8]), ("-1", [-1]), ("-2,-1", [-2, -1]), (" 1 , 2 ", [1, 2])],

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from streamlens import figures, schema
+from streamlens import figures, schema, stats
 from streamlens.errors import InputError
 from streamlens.figures import labels
 
@@ -68,9 +68,15 @@ def test_layers_run_down_and_the_mlps_stand_beside_the_heads(attribution):
 
 
 def test_the_title_of_several_prompts_says_n_and_the_interval(attribution):
-    assert figures.heads(attribution()).get_title().startswith("mean of 6 prompts; 95% intervals up to ±0.0")
-    several = figures.heads(attribution(positions=(3, 4))).get_title().replace("\n", " ")
-    assert several.startswith("mean of 6 prompts, 2 positions each; 95% intervals up to ±0.0")
+    df = attribution()
+    shown = stats.mean_interval(df[df["component"].isin(["head", "mlp"])].astype({"component": str}), "contribution", ["component", "layer", "head"])
+    widest = (shown["high"] - shown["low"]).max() / 2
+    assert figures.heads(df).get_title() == f"mean of 6 prompts; 95% intervals up to ±{widest:.2g}"
+    several = attribution(positions=(3, 4))
+    title = figures.heads(several).get_title().replace("\n", " ")
+    assert title.startswith("mean of 6 prompts, 2 positions each; 95% intervals up to ±0.0")
+    fewer = several[(several["prompt"] > 0) | (several["position"] == 3)]
+    assert figures.heads(fewer).get_title().replace("\n", " ").startswith("mean of 6 prompts, 1 to 2 positions each; ")
 
 
 def test_the_title_of_one_prompt_is_its_target(attribution):
@@ -140,6 +146,15 @@ def test_a_waterfall_sums_to_the_logit(attribution):
     assert drawn[6] == ("logit difference", 0, pytest.approx(df["logit"].iloc[0]))
 
 
+@pytest.mark.parametrize(("top", "others"), [(6, []), (5, []), (4, ["2 others"])])
+def test_a_single_component_is_never_the_others(attribution, top, others):
+    df = attribution(prompts=1, layers=1, heads=1)
+    df = pd.concat([df, df.head(1).assign(component="softcap")])
+    names = [name for name, *_ in bars(figures.waterfall(df.assign(logit=df["contribution"].sum()), top=top))]
+    assert len(df) == 6
+    assert [name for name in names if "other" in name] == others
+
+
 def test_a_waterfall_names_its_bars_and_says_their_size(attribution):
     df = attribution(prompts=1, layers=2, heads=1)
     contributions = {"embed": 0.5, "head": 2.0, "mlp": -3.0, "attn_bias": 0.25, "unembed_bias": 0.125}
@@ -165,8 +180,10 @@ def test_a_waterfall_takes_one_group(attribution):
 
 def test_a_waterfall_refuses_rows_that_do_not_sum_to_the_logit(attribution):
     df = attribution(prompts=1)
-    with pytest.raises(InputError, match="df must hold every row of its group; got rows that sum to"):
-        figures.waterfall(df[df["component"] == "head"])
+    for sign in (1, -1):
+        missing = df[df["contribution"] * sign < 0]
+        with pytest.raises(InputError, match="df must hold every row of its group; got rows that sum to"):
+            figures.waterfall(missing)
 
 
 @pytest.mark.filterwarnings("error")

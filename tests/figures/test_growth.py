@@ -99,6 +99,9 @@ def test_depth_use_is_a_matrix_of_later_layers(statistic):
     assert ax.get_title().replace("\n", " ") == f"{statistic} of 4 prompts, taken away at every position but the first"
     assert ax.get_ylim() == (LAYERS - 0.5, -0.5)
     assert figures.depth_use(df, limit=0.5).collections[0].norm.vmax == 0.5
+    shown = np.sort(cells.compressed())
+    assert ax.collections[0].norm.vmax == pytest.approx(np.quantile(shown, 0.95))
+    assert ax.figure.axes[1].get_ylabel() == f"relative change of the write (largest {shown[-1]:.3g})"
 
 
 def test_depth_use_of_several_kinds_is_refused():

@@ -152,6 +152,13 @@ def test_effects_are_points_of_means_over_prompts_and_the_line_is_the_diagonal()
     assert named in {t.get_text() for t in ax.texts}
 
 
+def test_effects_against_the_prediction_are_named_by_their_size():
+    df = effects_table()
+    low = (df["component"] == "mlp") & (df["layer"] == 1)
+    ax = figures.effects(df.assign(total=df["total"].where(~low, -50.0)), top=1)
+    assert [text.get_text() for text in ax.texts] == ["MLP 1"]
+
+
 def test_names_of_effects_do_not_cover_one_another():
     """L2 H1 stands left of the middle's right-hand side and attn 2 right of its left-hand side, one line apart."""
     df = effects_table()

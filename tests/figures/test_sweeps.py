@@ -48,8 +48,8 @@ def test_what_is_recovered_is_centred_at_one():
     df = heads()
     df["recovered"] = 1 - df["delta"].abs() / 10
     ax = figures.ablated_heads(df, metric="loss", value="recovered")
-    low, high = ax.collections[0].get_clim()
-    assert (low + high) / 2 == pytest.approx(1)
+    left = df.groupby(["layer", "head"]).recovered.mean()
+    assert ax.collections[0].get_clim() == pytest.approx((left.min(), 2 - left.min()))  # as far on the other side of 1
     with pytest.raises(InputError, match="value must be one of 'delta'; got 'recovered'"):
         figures.ablated_heads(heads(), metric="loss", value="recovered")
 
@@ -102,6 +102,10 @@ def test_spans_are_a_triangle_on_a_logarithmic_scale():
             else:
                 assert np.ma.is_masked(grid[n - 1, start]) or np.isnan(grid[n - 1, start])
     assert ax.collections[0].norm.__class__.__name__ == "LogNorm"
+    assert low == pytest.approx(expected.max() / 1000) > expected.min()
+    near = figures.spans(df[df.span > 1])
+    assert near.collections[0].get_clim() == pytest.approx((expected[expected.index.get_level_values("span") > 1].min(), expected.max()))  # within three decades
+    assert (ax.collections[0].colorbar.extend, near.collections[0].colorbar.extend) == ("min", "neither")
     with pytest.raises(InputError, match="df must hold a change of loss above 0"):
         figures.spans(df.assign(delta=-1.0))
 
@@ -125,7 +129,9 @@ def test_points_of_the_agreement_are_layers():
     means = stats.mean_interval(blocks, "delta", "layer")
     np.testing.assert_allclose([s[:, 1] for s in tall], means[["low", "high"]])
     row = stats.rank_agreement(blocks, similarity()).iloc[0]
-    assert ax.get_title().replace("\u00a0", " ").startswith(f"τ = {row.kendall:.2f}".replace("-", "−"))
+    tau = f"τ = {row.kendall:.2f} ({row.kendall_low:.2f} to {row.kendall_high:.2f})"
+    rho = f"ρ = {row.spearman:.2f} ({row.spearman_low:.2f} to {row.spearman_high:.2f})"
+    assert ax.get_title().replace("\u00a0", " ").replace("\n", " ") == f"{tau}; {rho}".replace("-", "−")
     with pytest.raises(InputError, match="measure must be one of 'block_influence'; got 'angular_distance'"):
         figures.agreement(blocks, similarity(), measure="angular_distance")
 

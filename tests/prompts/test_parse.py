@@ -134,6 +134,13 @@ def test_a_column_that_is_nearly_a_reserved_one_is_asked_about(name, meant, tiny
     read(df.rename(columns={name: "version"}), tiny())
 
 
+@pytest.mark.parametrize("dtype", ["Int64", "float64", "object"])
+def test_missing_cells_of_any_dtype_are_none(dtype, tiny):
+    cells = pd.Series([3, None], dtype=dtype)
+    prompts = read(pd.DataFrame({"prompt": ["a", "b"], "target": cells, "position": cells}), tiny())
+    assert (prompts.targets, prompts.positions) == ((3, None), (3, None))
+
+
 def test_a_frame_without_reserved_columns_has_none(tiny):
     prompts = read(pd.DataFrame({"prompt": ["a"]}), tiny())
     assert (prompts.targets, prompts.versus, prompts.positions, prompts.corrupted, dict(prompts.columns)) == (None, None, None, None, {})

@@ -69,6 +69,15 @@ def test_a_list_for_a_single_prompt_is_several_targets(asked, expected):
     assert read(ONE, None, **asked) == expected
 
 
+def test_many_positions_keep_the_order_of_their_targets():
+    ids, targets = [2, 7, 4, 5, 3] * 20, [9, 6, 8, 1]
+    assert read([ids], None, target=targets, positions="all") == [(0, at, target, NONE) for at in range(100) for target in targets]
+
+
+def test_the_whole_vocabulary_may_be_asked_for():
+    assert read(ONE, None, target="top19") == [(0, 2, TOP - rank, NONE) for rank in range(19)]
+
+
 def test_a_prompt_of_one_token_has_no_next_token_to_read():
     assert read([[2, 3], [4]], None, target="next", positions="all") == [(0, 0, 3, NONE)]
 
@@ -77,6 +86,15 @@ def test_the_columns_of_a_frame_stand_in_for_none(tiny):
     df = pd.DataFrame({"prompt": ["a b", "a"], "target": [[" c", " d"], "top"], "versus": [None, " c"], "position": [0, -1]})
     assert read(df, tiny()) == [(0, 0, 8, NONE), (0, 0, 9, NONE), (1, 0, TOP, 8)]
     assert read(df, tiny(), target=" a", versus="mean", positions="last") == [(0, 1, 6, MEAN), (1, 0, 6, MEAN)]
+
+
+def test_a_column_of_targets_has_one_for_every_prompt_or_for_none(tiny):
+    df = pd.DataFrame({"prompt": ["a b", "a"], "target": [None, None]})
+    assert read(df, tiny()) == [(0, 1, TOP, NONE), (1, 0, TOP, NONE)]
+    with pytest.raises(InputError, match="target must be given for every prompt or for none, .*; got none for prompt 1"):
+        read(df.assign(target=[" c", None]), tiny())
+    with pytest.raises(InputError, match="target must be text, a token id or .*; got 1.5 for prompt 0"):
+        read(df.assign(target=[1.5, 2.0]), tiny())
 
 
 def test_a_cell_of_a_single_row_frame_may_be_a_list(tiny):
@@ -122,6 +140,21 @@ def test_one_warning_names_the_forgotten_space(smol):
         rows = read("The Eiffel Tower is in the city of", smol, smol.vocab_size, target=["Paris", "Rome", " Berlin"])
     assert len(seen) == 1
     assert [row[2] for row in rows] == [smol(text)["input_ids"][0] for text in ("Paris", "Rome", " Berlin")]
+
+
+def test_the_warning_names_the_first_of_several_prompts(smol):
+    with pytest.warns(UserWarning, match="target 'Paris' continues prompt 1 without a space"):
+        read(["Paris\n", "The capital is", "The city is"], smol, smol.vocab_size, target="Paris")
+
+
+def test_no_warning_where_a_space_changes_nothing(tiny):
+    class Spacing(tiny):
+        """Puts a space before every text, as SentencePiece does; behind "a" a "b" would make the token "ab", so it is read by itself."""
+
+        def __call__(self, text, add_special_tokens=True):
+            return super().__call__(text if text.startswith(" ") else f" {text}", add_special_tokens)
+
+    assert read("c,a", Spacing(), target="b") == [(0, 2, 7, NONE)]
 
 
 @pytest.mark.parametrize("prompt", ["Paris\n", "Paris ", '"', "(", "well-"])
