@@ -62,9 +62,9 @@ def readouts(prompts: Prompts, tokenizer: object, *, target: object = None, vers
     `target` is a str or an id for every prompt, a list with one a prompt (several for a single prompt), or a list with a list a prompt.
     "next" is each position's own next token (no row at a prompt's last token), "top" the model's own likeliest token and "top5" its
     five likeliest, each with rows of its own (TOP, see :func:`fill_top`). `versus` likewise, or "mean" (the mean over the vocabulary),
-    or None; several of one prompt pair up with its targets, one goes with all. These words are keywords first: give the id to mean
-    the token of that text. None stands for the DataFrame's column, else target "top" and no versus. `positions` as in
-    :func:`positions`.
+    or None; several of one prompt pair up with its targets, one goes with all. These words are keywords first, and refused on the side
+    where they mean nothing: give the id to mean the token of that text. None stands for the DataFrame's column, else target "top" and
+    no versus. `positions` as in :func:`positions`.
 
     A str is the one token that it adds to its prompt when tokenized behind it (by itself, where the prompt's ids would change).
     Raises InputError where that is not one token (showing the split), for an id outside the vocabulary, a versus equal to its target,
@@ -148,12 +148,20 @@ def _token(entry: object, prompts: Prompts, i: int, tokenizer: object, name: str
     if entry is None or (isinstance(entry, str) and entry in _KEYWORDS[name]):
         return _KEYWORDS[name][entry]
     if isinstance(entry, str):
+        _refuse_the_others(entry, i, name)
         entry = _text_token(entry, prompts, i, tokenizer, name, forgotten)
     elif not is_index(entry):
         raise InputError(f"{name} must be text, a token id or {_keywords(name)}; got {entry!r} for prompt {i}")
     if entry < 0 or (prompts.vocab_size is not None and entry >= prompts.vocab_size):
         raise InputError(f"{name} must be a token id from 0 on, below the vocabulary's {prompts.vocab_size}; got {entry} for prompt {i}")
     return int(entry)
+
+
+def _refuse_the_others(text: str, i: int, name: str) -> None:
+    """A keyword of the other side was hardly meant as the token of that text, and would be read as one without a word."""
+    other = "versus" if name == "target" else "target"
+    if text in _KEYWORDS[other] or (other == "target" and _SEVERAL.fullmatch(text)):
+        raise InputError(f"{name} {text!r} is a keyword of {other} alone: give the id to mean that text's token; got it for prompt {i}")
 
 
 def _keywords(name: str) -> str:

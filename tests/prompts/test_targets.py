@@ -124,7 +124,7 @@ def test_a_target_behind_ids_and_behind_a_chat(tiny):
 
 def test_keywords_win_over_their_text(tiny):
     assert read("a b", tiny(), target="next", positions=0) == [(0, 0, 7, NONE)]
-    assert read("a b ", tiny(), target="mean", versus="next") == [(0, 2, 14, 13)]
+    assert read("a b ", tiny(), target=14, versus=13) == [(0, 2, 14, 13)]
 
 
 def test_the_split_of_several_tokens_is_shown(smol):
@@ -189,6 +189,10 @@ def test_no_warning_for_punctuation(smol):
         (TWO, {"target": []}, "target must be at least one token; got an empty list"),
         (TWO, {"target": [[1], []]}, "got an empty list for prompt 1"),
         (TWO, {"target": [[1, 2], [3, 4]], "versus": [[5, 6, 7], [5, 6]]}, "as many as the 2 targets of prompt 0; got 3"),
+        ("a b ", {"target": "mean"}, "target 'mean' is a keyword of versus alone: give the id .* got it for prompt 0"),
+        ("a b ", {"target": 1, "versus": "next"}, "versus 'next' is a keyword of target alone"),
+        ("a b ", {"target": 1, "versus": [2, "top"]}, "versus 'top' is a keyword of target alone"),
+        (TWO, {"target": 1, "versus": [2, "top5"]}, "versus 'top5' is a keyword of target alone.* got it for prompt 1"),
         (ONE, {"target": [1, 1]}, "name each token once for one versus; got a repeated one for prompt 0"),
     ],
 )
@@ -205,7 +209,7 @@ def test_an_error_does_not_hint_at_a_space_that_does_not_help(tiny):
 def test_there_are_no_zero_likeliest_tokens_and_none_to_subtract(smol):
     with pytest.raises(InputError, match="target must be one token; got 'top0', which is 2"):
         read("The capital is", smol, smol.vocab_size, target="top0")
-    with pytest.raises(InputError, match="versus must be one token; got 'top5', which is 2"):
+    with pytest.raises(InputError, match="versus 'top5' is a keyword of target alone"):
         read("The capital is", smol, smol.vocab_size, target=" Tokyo", versus="top5")
 
 
