@@ -41,7 +41,11 @@ def attribute(
     `prompts`, here and in every call: a text, a list of texts, token ids (a tensor, an array, lists), chat messages, or a DataFrame with
     `prompt` and, as wanted, `target`, `versus`, `position`; its other columns come along into the result.
 
-    `target` is a token (text or id), one a prompt, "next" or "top" (default); `versus` a token to subtract, or "mean".
+    `target` is a token (text or id), "next", "top" (default) or "top5" and the like; `versus` a token to subtract, or "mean" over the
+    vocabulary. Either is one for all prompts or a list with one a prompt; several a prompt are a list for a single prompt, a list of
+    lists for several, and pair up where both are several. A token that is both named and among the likeliest has its rows once, and
+    one of several likeliest that is its own `versus` has none.
+
     `positions` is "last" (default), "all" or indices over a prompt's own tokens. Contributions are in logits, exact on the
     untouched weights with the final norm's scale frozen; a head keeps its share of the value bias. See the design of the
     table in :data:`streamlens.schema.ATTRIBUTION`.

@@ -34,9 +34,9 @@ def effects(
     """What does a component do directly, and what in all? One row a component: its direct, total and indirect effect on a logit.
 
     Each head, each attention as a whole ("attn": all of its heads at once), each MLP, mixer and other write of `layers` is replaced
-    at every position, before its projection (heads) and its branch norm: by nothing ("zero"; output biases stay) or by its mean over
-    all tokens but the first of the `reference` prompts ("mean"). Every column is clean - ablated in logits, positive where the
-    component helps:
+    at every position, before its projection (heads) and its branch norm: by nothing ("zero"; an attention's output bias stays, an
+    MLP's goes with it) or by its mean over all tokens but the first of the `reference` prompts ("mean"). Every column is
+    clean - ablated in logits, positive where the component helps:
 
     - `direct`: through the frozen readout alone; under "zero" the `contribution` of `sl.attribute`.
     - `direct_recomputed`: what it has become in the last stream is taken away, and the final norm (and a cap) runs again.
