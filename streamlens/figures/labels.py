@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.textpath import text_to_path
 
 _WORDS = {"mlp": "MLP", "mlp_bias": "MLP bias", "pos_embed": "pos. embed", "neuron_rest": "other neurons"}
 
@@ -30,6 +31,16 @@ def component(row: Mapping[str, object]) -> str:
 @cache
 def _glyphs(font: str) -> frozenset[int]:
     return frozenset(get_font(font).get_charmap())
+
+
+def width(text: str) -> float:
+    """How wide a text is, over the size of its font."""
+    return _width(text, findfont(FontProperties()))
+
+
+@cache
+def _width(text: str, font: str) -> float:
+    return text_to_path.get_text_width_height_descent(text, FontProperties(fname=font, size=100), False)[0] / 100
 
 
 def visible(text: str, longest: int = 24) -> str:

@@ -15,7 +15,11 @@ from streamlens.figures.style import SEQUENTIAL, axes, title
 _NEEDED = ("prompt", "position", "token", "layer", "site", "norm", "target", "target_token", "k", "probability")
 _SHOWN = {"top": 0, "target": -1}
 _DARK = 0.55  # text on cells of this probability and more is white
+_SMALLEST = 0.75  # of the font, where cells are narrow
+_ROOM = 0.9  # of a cell's width, so that neighbours do not run together
+_WORD = 6  # letters of a token that a smaller font makes room for
 _LETTER = 0.57  # width of a letter over its height
+_NARROWEST = 0.27  # the same of an i
 _DIGIT = 0.64  # the same of a digit
 _GAP = 0.3  # between two numbers, over their height
 
@@ -49,9 +53,9 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
         look |= {"edgecolors": "face", "linewidth": 0.1}
     mesh = ax.pcolormesh(*edges, grid, **look)
     _axes(ax, rows, across, columns, layers)
-    _write(ax, rows, across, columns, layers, font, show)
+    written = _write(ax, rows, across, columns, layers, font, show)
     ax.figure.colorbar(mesh, ax=ax).set_label("probability")
-    title(ax, _title(rows, show, several=across == "k"))
+    title(ax, _title(rows, show, written, several=across == "k"))
     return ax
 
 
@@ -75,20 +79,21 @@ def _axes(ax: Axes, rows: pd.DataFrame, across: str, columns: np.ndarray, layers
     ax.spines[:].set_visible(False)
 
 
-def _write(ax: Axes, rows: pd.DataFrame, across: str, columns: np.ndarray, layers: np.ndarray, font: float, show: str) -> None:
-    """The token (or the target's rank) in every cell, cut to its width; nothing where not one letter fits."""
-    n = _fit(ax, len(columns), font)
+def _write(ax: Axes, rows: pd.DataFrame, across: str, columns: np.ndarray, layers: np.ndarray, font: float, show: str) -> bool:
+    """The token (or the target's rank) in every cell, cut to its width, nothing where not one letter fits. Whether any is written."""
+    cell = _cell(ax, len(columns))
     if show == "target":
-        font, n = _digits(_cell(ax, len(columns)), font)
-    if n < 1:
-        return
+        font, n = _digits(cell, font)
+        texts = [_rank(r, n) if n else "" for r in rows["rank"]]
+    else:
+        n, font = _fit(ax, len(columns), font), max(_SMALLEST * font, min(font, _ROOM * cell / (_WORD * _LETTER)))
+        texts = [_cut(str(t), _ROOM * cell / font) if n else "" for t in rows["target_token"]]
     x, y = np.searchsorted(columns, rows[across]), np.searchsorted(layers, rows["layer"])
-    texts = [_rank(r, n) for r in rows["rank"]] if show == "target" else [_bare(str(t), n) for t in rows["target_token"]]
     for i, j, text, probability in zip(x, y, texts, rows["probability"], strict=True):
         colour = "white" if probability >= _DARK else "black"
-        ax.text(
-            i, j, text if len(text) <= n else "…", fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False
-        )
+        if text:
+            ax.text(i, j, text, fontsize=font, color=colour, ha="center", va="center", clip_on=True, parse_math=False)
+    return any(texts)
 
 
 def _cell(ax: Axes, n: int) -> float:
@@ -103,7 +108,7 @@ def _fit(ax: Axes, n: int, font: float) -> int:
 
 def _digits(cell: float, font: float) -> tuple[float, int]:
     """A font, up to a quarter smaller than `font` so that three digits fit, and how many fit into a cell of so many points."""
-    font = max(0.75 * font, min(font, cell / (3 * _DIGIT + _GAP)))
+    font = max(_SMALLEST * font, min(font, cell / (3 * _DIGIT + _GAP)))
     return font, int((cell / font - _GAP) / _DIGIT + 1e-6)
 
 
@@ -113,12 +118,18 @@ def _rank(rank: int, longest: int) -> str:
     return next((text for text in texts if len(text) <= longest), "…")
 
 
-def _title(rows: pd.DataFrame, show: str, several: bool) -> str:
+def _title(rows: pd.DataFrame, show: str, written: bool, several: bool) -> str:
     norm = "" if rows["norm"].iloc[0] == "recomputed" else ", final norm frozen"
     if show == "top":
-        return f"likeliest token{'s' if several else ''} at each layer{norm}"
+        return f"{'' if written else 'probability of the '}likeliest token{'s' if several else ''} at each layer{norm}"
     named = labels.visible(str(rows["target_token"].iloc[0])) if rows["target"].nunique() == 1 else "target"
-    return f"rank and probability of {named}{norm}"
+    return f"{'rank and ' if written else ''}probability of {named}{norm}"
+
+
+def _cut(text: str, room: float) -> str:
+    """As much of a token as fits into so many times the size of the font, … for the rest or for all of it; "" where that is too much."""
+    candidates = (_bare(text, n) for n in range(min(24, int(room / _NARROWEST) + 1), 1, -1))
+    return next((kept for kept in (*candidates, "…") if labels.width(kept) <= room), "")
 
 
 def _bare(text: str, longest: int) -> str:

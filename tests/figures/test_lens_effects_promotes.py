@@ -97,6 +97,28 @@ def test_ranks_beside_one_another_do_not_run_together(positions):
     assert all(t.get_window_extent().width < 0.92 * cell for t in ax.texts)
 
 
+@pytest.mark.parametrize("positions", [8, 14, 20, 40])
+def test_tokens_beside_one_another_do_not_run_together(positions):
+    with figures.style("paper"):
+        df = lens_table(positions=range(positions)).assign(token="x")
+        ax = figures.lens(schema.apply(df.assign(target_token=np.resize([" and", " We", " Mary", " mmmm", "."], len(df))), "lens"))
+    ax.figure.canvas.draw()
+    cell = ax.get_window_extent().width / positions
+    assert "." in {t.get_text() for t in ax.texts}
+    assert {"and", "We"} <= {t.get_text() for t in ax.texts} or positions > 14
+    assert all(t.get_window_extent().width < 0.98 * cell for t in ax.texts)
+
+
+@pytest.mark.parametrize(
+    ("show", "title"), [("top", "probability of the likeliest token at each layer"), ("target", "probability of “ Paris”")]
+)
+def test_a_lens_without_room_for_words_does_not_promise_them(show, title):
+    with figures.style("paper"):
+        ax = figures.lens(lens_table(positions=range(120)), show=show)
+    assert len(ax.texts) == 0
+    assert ax.get_title().replace("\n", " ") == title
+
+
 @pytest.mark.parametrize("n", [10, 40, 160])
 def test_the_lens_of_many_positions_writes_nothing_over_its_neighbours(n):
     ax = figures.lens(lens_table(positions=tuple(range(n))).assign(token=" token"))
