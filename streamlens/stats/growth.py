@@ -31,7 +31,8 @@ def log_norms(df: pd.DataFrame, measure: str = "l2", by: Sequence[str] = ()) -> 
         raise InputError(f"df must have one value for each {', '.join(key)}; got several: give each model its name in a column `model`")
     bad = ~(rows["value"] > 0) | np.isinf(rows["value"])
     if bad.any():
-        raise InputError(f"df must have norms above 0 and finite; got {int(bad.sum())} others, first {float(rows.loc[bad, 'value'].iloc[0])!r}")
+        first = float(rows.loc[bad, "value"].iloc[0])
+        raise InputError(f"df must have norms above 0 and finite; got {int(bad.sum())} others, first {first!r}")
     return rows.assign(log=np.log(rows["value"]))
 
 
