@@ -6,6 +6,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patheffects import withStroke
 
 from streamlens.errors import whole
 from streamlens.figures import frames, labels
@@ -44,7 +45,7 @@ def effects(df: pd.DataFrame, ax: Axes | None = None, top: int = 6) -> Axes:
             ax.scatter(of_kind["direct"], of_kind["total"], marker=_MARKERS[kind], label=word, **look)
     ax.set(xlim=ends, ylim=ends, xlabel="direct effect (logits)", ylabel="total effect (logits)")
     _name(ax, points.loc[points[["direct", "total"]].abs().max(axis=1).sort_values(ascending=False).index[:top]])
-    ax.legend()
+    ax.legend(loc=_corner(points, sum(ends) / 2), frameon=True, facecolor="white", edgecolor="none")
     several = labels.sample(points["n"], frames.positions(df))
     title(ax, f"{labels.target(df)}, {df['method'].iloc[0]} ablation" if several == "1 prompt" else f"mean of {several}")
     return ax
@@ -55,6 +56,12 @@ def _points(df: pd.DataFrame) -> pd.DataFrame:
     rows = df.assign(component=df["component"].astype(str))
     sides = [mean_interval(rows, name, key).rename(columns={"mean": name})[[*key, name, "n"]] for name in ("direct", "total")]
     return sides[0].merge(sides[1].drop(columns="n"), on=key)
+
+
+def _corner(points: pd.DataFrame, middle: float) -> str:
+    """Of the two corners that the diagonal does not cross, the one with fewer points."""
+    above, right = points["total"] > middle, points["direct"] > middle
+    return "upper left" if (above & ~right).sum() < (right & ~above).sum() else "lower right"
 
 
 def _name(ax: Axes, points: pd.DataFrame) -> None:
@@ -78,6 +85,7 @@ def _name(ax: Axes, points: pd.DataFrame) -> None:
             "ha": "right" if left else "left",
             "va": "center",
             "annotation_clip": False,
+            "path_effects": [withStroke(linewidth=2 * thin(), foreground="white")],  # the diagonal may pass behind
         }
         ax.annotate(name, (row["direct"], y), **where, fontsize=font)
 

@@ -194,6 +194,18 @@ def test_names_of_effects_do_not_cover_one_another():
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+@pytest.mark.parametrize(("small", "large", "corner"), [("direct", "total", "lower right"), ("total", "direct", "upper left")])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_the_legend_of_effects_is_off_the_diagonal_where_points_are_few(small, large, corner, columns):
+    rows = effects_table(prompts=1).head(4).assign(**{small: [0.0, -0.2, -2.0, 5.0], large: [12.0, 9.0, -2.0, 4.9]})
+    with figures.style("paper", columns):
+        ax = figures.effects(rows, top=0)
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent().transformed(ax.transData.inverted())
+    assert box.y1 < box.x0 if corner == "lower right" else box.x1 < box.y0
+    assert not any(box.contains(*point) for point in rows[["direct", "total"]].to_numpy())
+
+
 def test_effects_of_one_prompt_say_target_and_method():
     assert figures.effects(effects_table(prompts=1)).get_title() == "“ Paris”, zero ablation"
 
