@@ -23,6 +23,9 @@ CHUNK_ROWS = 64
 PLAIN_TIMES = 6
 """So many chunks at once, 192 MiB, where nothing is made beside a product: it packs the weights anew, and 1024 rows take a sixth less."""
 
+SUMMED = 1024
+"""Tokens of a vocabulary that are summed at once: over fifty thousand, float32 would be off by 1e-4."""
+
 _BLOCK = 64  # neighbouring logits whose maximum stands for them all while the largest are looked for
 
 
@@ -170,25 +173,30 @@ class LogProbability(Unembed):
         weight, bias, cap = self.module.weight, bias_of(self.module), self.logit_map.cap
         straight = self.module(hidden.to(weight.dtype)).to(self.wide) * self.logit_map.multiplier
         logits = straight if cap is None else capped(straight, cap)
-        log_p = logits.log_softmax(-1)
+        # Not log_softmax: its float32 sum over a vocabulary is off by 3e-5, and logits have a level of ten and more that it would let in.
+        log_p = logits - logits.logsumexp(-1, keepdim=True)
         p, row = log_p.exp(), torch.arange(len(hidden), device=hidden.device)
-        steep = torch.ones_like(p) if cap is None else 1 - (logits / cap).square()
-        pull = -p * steep  # how much of each token's row is read: the target's own less all of them as they are expected
-        pull[row, target] += steep[row, target]
+        entropy, expected = -(p * log_p).sum(-1), (p * logits).sum(-1)
+        # How much of each token's row is read: the target's own less all of them as they are expected. What the target gets is what the
+        # others have, summed: 1 - p would be rounding where it is likely.
+        others = p.scatter_(-1, target[:, None], 0)
+        pull = others.neg()
+        pull[row, target] = others.sum(-1)
+        if cap is not None:
+            pull *= 1 - (logits / cap).square()
         read = _product(pull, weight) * self.logit_map.multiplier
         constant = torch.zeros_like(p[:, 0]) if bias is None else pull @ bias.to(self.wide) * self.logit_map.multiplier
-        bend = logits[row, target] - (p * logits).sum(-1) - (pull * straight).sum(-1)
-        return read, constant, bend if cap is not None else torch.zeros_like(bend), -(p * log_p).sum(-1)
+        bend = torch.zeros_like(entropy) if cap is None else logits[row, target] - expected - (pull * straight).sum(-1)
+        return read, constant, bend, entropy
 
 
 SCALES = {"logit": Unembed, "logprob": LogProbability}
 
 
 def _product(rows: Float[Tensor, "row vocab"], weight: Float[Tensor, "vocab d_model"]) -> Float[Tensor, "row d_model"]:
-    """rows @ weight in the dtype of the rows, without a whole vocabulary in it where the weight's own is narrower."""
-    if weight.dtype == rows.dtype:
-        return rows @ weight
-    size = max(1, CHUNK_ELEMENTS // weight.shape[1])
+    """rows @ weight in the dtype of the rows: by blocks, since one sum over a vocabulary rounds too much, and of a narrower weight no
+    more than a block is ever in that dtype."""
+    size = max(1, min(SUMMED, CHUNK_ELEMENTS // weight.shape[1]))
     return sum(part @ block.to(rows.dtype) for part, block in zip(rows.split(size, 1), weight.split(size), strict=True))
 
 

@@ -7,6 +7,7 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError
+from streamlens.models.anatomy import LogitMap
 from streamlens.stream import unembed
 from streamlens.stream.unembed import LogProbability
 from tests.models import tiny
@@ -80,3 +81,28 @@ def test_a_difference_of_log_probabilities_is_one_of_logits(versus):
 def test_an_unknown_scale_is_named():
     with pytest.raises(InputError, match="scale must be one of 'logit', 'logprob'; got 'prob'"):
         sl.attribute(tiny.proven("llama"), PROMPTS, scale="prob")
+
+
+@pytest.mark.parametrize("confident", [0.0, 12.0, 18.0])
+def test_a_large_vocabulary_of_logits_far_from_zero_is_read_as_in_float64(confident):
+    """As in trained models: all logits have a level, and what is left of 1 beside a likely target is less than its rounding."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 50_000, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator))
+        head.weight[:, 0] = 20.0
+        head.weight[7, 1] += confident + 10
+    hidden = torch.randn(3, 16, generator=generator)
+    hidden[:, :2] = 1.0
+    target = torch.tensor([7, 7, 7])
+    found = LogProbability(head, LogitMap()).at(hidden, target)
+    weight = head.weight.detach().double()
+    log_p = (hidden.double() @ weight.T).log_softmax(-1)
+    p = log_p.exp()
+    others = p.clone()
+    others[:, 7] = 0
+    truth = others.sum(-1, keepdim=True) * weight[7] - others @ weight
+    assert float(((found.read - truth).abs().amax(-1) / truth.abs().amax(-1)).max()) <= 3e-5
+    entropy = -(p * log_p).sum(-1)
+    assert found.entropy.numpy() == pytest.approx(entropy.numpy(), abs=1e-5)
+    assert (hidden.double() * found.read).sum(-1).numpy() == pytest.approx((log_p[:, 7] + entropy).numpy(), abs=2e-4)
