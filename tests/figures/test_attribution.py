@@ -69,7 +69,8 @@ def test_layers_run_down_and_the_mlps_stand_beside_the_heads(attribution):
 
 def test_the_title_of_several_prompts_says_n_and_the_interval(attribution):
     df = attribution()
-    shown = stats.mean_interval(df[df["component"].isin(["head", "mlp"])].astype({"component": str}), "contribution", ["component", "layer", "head"])
+    shown = df[df["component"].isin(["head", "mlp"])].astype({"component": str})
+    shown = stats.mean_interval(shown, "contribution", ["component", "layer", "head"])
     widest = (shown["high"] - shown["low"]).max() / 2
     assert figures.heads(df).get_title() == f"mean of 6 prompts; 95% intervals up to ±{widest:.2g}"
     several = attribution(positions=(3, 4))

@@ -148,7 +148,8 @@ def test_a_named_token_has_the_probability_of_its_own_row_where_others_have_none
 
 
 @pytest.mark.parametrize(
-    ("family", "target", "top_k"), [("gemma2", ["top3", 11], 5), ("llama", ["top3", 11], 5), ("llama", ["top3", 11], 0), ("llama", "next", 5)]
+    ("family", "target", "top_k"),
+    [("gemma2", ["top3", 11], 5), ("llama", ["top3", 11], 5), ("llama", ["top3", 11], 0), ("llama", "next", 5)],
 )
 def test_a_prompts_rows_do_not_depend_on_the_batch_nor_on_the_chunk(family, target, top_k, monkeypatch):
     model = tiny.proven(family)

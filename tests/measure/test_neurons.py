@@ -40,7 +40,7 @@ def test_every_neuron_is_what_the_weights_give_by_hand(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "bloom", "opt-post-norm"])
-@pytest.mark.parametrize("top_k", [1, 5, 10**6])
+@pytest.mark.parametrize("top_k", [1, 5, 48, 10**6])  # llama, gemma2 and olmo2 have 48 neurons
 def test_the_largest_stand_by_themselves_and_the_rest_is_their_sum(family, top_k):
     model = tiny.proven(family)
     df = sl.attribute(model, PROMPTS, target="next", positions="all", by="neuron", top_k=top_k)

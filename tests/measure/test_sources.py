@@ -7,7 +7,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import streamlens as sl
 from streamlens.errors import UnsupportedModelError
+from streamlens.measure.sources import BySource, ByToken
 from streamlens.models.attention import replaced_attention, watched_attention
+from streamlens.stream.sources import SourceTap
 from tests import byhand
 from tests.measure.test_attribution import PROMPTS, check_contract
 from tests.models import tiny
@@ -42,6 +44,28 @@ def test_every_source_is_what_the_weights_give_by_hand(family, implementation):
         for row in rows.itertuples():
             assert abs(row.contribution - truth[row.position, row.source]) <= HAND * size[row.position]
             assert abs(row.attention - pattern[row.position, row.source]) <= HAND
+
+
+def test_what_lies_behind_the_position_read_is_missed_and_the_worst_head_counts():
+    """A head that attends ahead has no row for that; the second prompt's position 1 is row 5 of a batch of 4 positions each."""
+
+    class Tap(SourceTap):
+        def __init__(self):
+            """Has one attention, which is made up."""
+
+        def __contains__(self, key):
+            return True
+
+        def shares(self, key, g, at):
+            return torch.tensor([[[1.0, 2.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]]), torch.full((1, 2, 4), 0.25)
+
+    model, key = tiny.proven("llama"), (0, "write", "x")
+    asked = (Tap(), key, torch.zeros(2, 4, 8), torch.tensor([5]), torch.tensor([[3.0, 10.0]]))
+    part = BySource(model.module, model.anatomy, None).part(*asked)
+    assert part.sources.tolist() == [[[1, 2, 0, 0], [1, 2, 0, 0]]]
+    assert part.gap.tolist() == [7.0]
+    part = ByToken(model.module, model.anatomy, None).part(*asked)
+    assert (part.sources.tolist(), part.gap.tolist(), part.shares.tolist()) == ([[[2, 4, 0, 0]]], [7.0], [[13.0]])
 
 
 @pytest.mark.parametrize("family", SERVED)

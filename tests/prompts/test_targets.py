@@ -91,9 +91,9 @@ def test_the_columns_of_a_frame_stand_in_for_none(tiny):
 def test_a_column_of_targets_has_one_for_every_prompt_or_for_none(tiny):
     df = pd.DataFrame({"prompt": ["a b", "a"], "target": [None, None]})
     assert read(df, tiny()) == [(0, 1, TOP, NONE), (1, 0, TOP, NONE)]
-    with pytest.raises(InputError, match="target must be given for every prompt or for none, .*; got none for prompt 1"):
+    with pytest.raises(InputError, match=r"target must be given for every prompt or for none, .*; got none for prompt 1"):
         read(df.assign(target=[" c", None]), tiny())
-    with pytest.raises(InputError, match="target must be text, a token id or .*; got 1.5 for prompt 0"):
+    with pytest.raises(InputError, match=r"target must be text, a token id or .*; got 1.5 for prompt 0"):
         read(df.assign(target=[1.5, 2.0]), tiny())
 
 
