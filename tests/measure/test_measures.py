@@ -82,6 +82,24 @@ def test_massive_counts_do_not_depend_on_what_is_read(positions):
         assert df.value.max() > 1
 
 
+def test_of_an_even_number_the_median_is_the_lower_of_the_middle_two():
+    x = torch.tensor([[[0.25, 250.0, 0.5], [0.25, 0.25, 0.5]]])  # 250 is 1000 times the lower, and not 1000 times their mean
+    assert slow_massive(x[0]).tolist() == [1, 0]
+    assert vectors.massive(x, np.array([2]), x.abs().amax(-1).numpy()).tolist() == [[1, 0]]
+
+
+def test_the_median_of_massive_coordinates_knows_no_padding():
+    model, short = sl.load(tiny.model("llama", seed=3)), [5, 6]
+    weight = model.module.model.embed_tokens.weight
+    with torch.no_grad():
+        weight[0] = 0.0  # what stands behind the shorter prompt
+        weight[5, 4] = 900 * weight[short].abs().median()
+    assert weight[5, 4] > 100
+    assert not slow_massive(weight[short].detach()).any()
+    df = sl.norms(model, [list(range(10, 30)), short], measures="massive", sites="embed")
+    assert (df.value == 0).all()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt-post-norm", "gemma2"])
 def test_norms_that_read_the_stream(family):
     """Against sigma of what goes into each norm module, by plain hooks; a branch norm reads no stream."""

@@ -1,5 +1,7 @@
 """Promoted tokens: the attribution of every token of the vocabulary against the mean, sorted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,9 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.errors import InputError, NumericError
+from streamlens.measure.components import components
+from streamlens.measure.promotes import sources
+from streamlens.stream import unembed
 from tests.models import tiny
 from tests.tolerances import ADDITIVITY
 
@@ -59,6 +64,23 @@ def test_several_components_at_all_positions_of_a_padded_batch():
     rows = together[(together.prompt == 1) & (together.component == "head")]
     assert rows.target.tolist() == alone.target.tolist()
     assert np.allclose(rows.contribution, alone.contribution, rtol=1e-5, atol=1e-6)
+
+
+def test_components_are_numbered_as_in_the_attribution():
+    anatomy = tiny.proven("gpt2").anatomy
+    for paths in (anatomy.pos_embeds, ("transformer.wpe", "another")):
+        a = replace(anatomy, pos_embeds=paths)
+        assert {c for c in sources(a) if c.kind == "pos_embed"} == {c for c in components(a) if c.kind == "pos_embed"}
+
+
+def test_nothing_depends_on_the_chunk(monkeypatch):
+    asked = {"component": [("mlp", 1), ("head", 2, 3)], "positions": "all", "top_k": 3}
+    whole = sl.promotes(tiny.proven("llama"), PROMPTS, **asked)
+    monkeypatch.setattr(unembed, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(unembed, "CHUNK_ROWS", 3)
+    chunked = sl.promotes(tiny.proven("llama"), PROMPTS, **asked)
+    assert chunked.target.equals(whole.target)
+    assert np.allclose(chunked.contribution, whole.contribution, rtol=1e-5, atol=1e-6)
 
 
 def test_up_and_down_are_both_ends_of_one_order():

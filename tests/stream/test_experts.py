@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import streamlens as sl
+from streamlens.errors import UnsupportedModelError
 from tests import zoo
+from tests.models import tiny
 from tests.tolerances import REPLAY
 
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12]]
@@ -25,3 +28,10 @@ def test_an_expert_of_gpt_oss_is_gone_as_if_its_weights_were_zero():
         rows = df[df.expert == expert].sort_values(["prompt", "position"])
         assert abs(rows.ablated.to_numpy() - truth.numpy()).max() <= REPLAY * float(truth.abs().max())
     assert abs(df.delta).max() > 1e-3
+
+
+def test_a_mixture_that_does_not_call_its_experts_by_slot_is_refused_by_name(monkeypatch):
+    """Its router is no expert, and tells nothing of how the experts are called."""
+    monkeypatch.setattr("streamlens.measure.experts.mixture_of", lambda module, path: None)
+    with pytest.raises(UnsupportedModelError, match="by expert: MixtralSparseMoeBlock does not call its experts by slot"):
+        sl.attribute(tiny.proven("mixtral"), PROMPTS, target=11, by="expert")

@@ -59,8 +59,9 @@ def test_contributions_are_the_same(in_place, plain):
 
 
 def test_norms_and_raw_tensors_are_the_same(in_place, plain):
-    found, expected = (sl.norms(model, PROMPTS) for model in (in_place, plain))
-    pd.testing.assert_frame_equal(found, expected, atol=10 * ROUNDING)
+    for measures in (None, ["scale", "gain", "cosine", "massive"]):  # scale: of what each norm reads
+        found, expected = (sl.norms(model, PROMPTS, measures=measures) for model in (in_place, plain))
+        pd.testing.assert_frame_equal(found, expected, atol=10 * ROUNDING)
     sites = ["embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "z"]
     found, expected = (sl.record(model, PROMPTS, sites=sites) for model in (in_place, plain))
     assert found.keys() == expected.keys()
