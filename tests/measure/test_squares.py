@@ -57,6 +57,24 @@ def test_a_layer_s_rows_are_what_it_grew_the_squared_norm_by():
     assert abs(by_layer.iloc[:, 1:].to_numpy() - steps.to_numpy()).max() < 1e-5 * squares.to_numpy().max()
 
 
+@pytest.mark.parametrize("unit", ["block", "sublayer"])
+def test_parts_are_as_long_as_what_is_left_of_them_at_the_end(unit):
+    """Gemma-4 multiplies the whole stream by a scalar of each layer."""
+    module, scalars = tiny.model("gemma4"), [0.5, 2.0, 1.5, 0.8]
+    for layer, scalar in zip(module.model.layers, scalars, strict=True):
+        layer.layer_scalar.fill_(scalar)
+    model = sl.load(module)
+    df = sl.decompose_norm(model, PROMPTS, unit=unit)
+    assert df.attrs["additivity_error"] < 5e-6
+    norms = sl.norms(model, PROMPTS, measures="l2", sites=["resid_pre", "mlp_out"]).set_index(["prompt", "position", "layer", "site"]).value
+    own = df[(df.component == df.component_to) & (df.layer == df.layer_to)].set_index(["prompt", "position", "layer", "component"]).value
+    embed = own.xs((-1, "embed"), level=("layer", "component"))
+    np.testing.assert_allclose(embed, (np.prod(scalars) * norms.xs((0, "resid_pre"), level=("layer", "site"))) ** 2, rtol=1e-5)
+    for layer in range(4) if unit == "sublayer" else ():
+        length = np.prod(scalars[layer:]) * norms.xs((layer, "mlp_out"), level=("layer", "site"))
+        np.testing.assert_allclose(own.xs((layer, "mlp"), level=("layer", "component")), length**2, rtol=1e-5)
+
+
 def test_norms_on_the_stream_are_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"no sum over its writes: .* \(layer 0\) norms the stream itself"):
         sl.decompose_norm(tiny.proven("opt-post-norm"), PROMPTS)
@@ -65,6 +83,9 @@ def test_norms_on_the_stream_are_refused_by_name():
 def test_bf16_adds_up_to_its_rounding():
     df = sl.decompose_norm(tiny.proven("llama", torch.bfloat16), PROMPTS)
     assert 0 < df.attrs["additivity_error"] < 2e-2
+    places = df.groupby(["prompt", "position"])
+    error = (places.value.sum() - places.total.first()).abs() / places.value.apply(lambda terms: terms.abs().sum())
+    assert df.attrs["additivity_error"] == pytest.approx(error.max(), rel=1e-6)
 
 
 def test_positions_and_units_are_chosen():
