@@ -21,7 +21,7 @@ from streamlens.prompts import TokenBatch
 from streamlens.stream.changes import Change
 from streamlens.stream.replay import Replay
 from streamlens.stream.run import stream_of
-from streamlens.stream.unembed import Unembed
+from streamlens.stream.unembed import Unembed, log_probabilities
 
 UNITS = ("block", "attn", "mlp", "mixer", "head")
 SPANS = ("all", "future")
@@ -140,9 +140,9 @@ def _moved(unembed: Unembed, clean: Float[Tensor, "row d_model"], hidden: list[T
     """||softmax - softmax'||_2 of each changed run, chunk by chunk of rows, so that the clean softmax is made once."""
     moved: list[list[Tensor]] = [[] for _ in hidden]
     for rows in unembed.chunks(len(clean)):
-        base = unembed.logits(clean[rows]).softmax(-1)
+        base = log_probabilities(unembed.logits(clean[rows])).exp()
         for found, changed in zip(moved, hidden, strict=True):
-            found.append(torch.linalg.vector_norm(unembed.logits(changed[rows]).softmax(-1) - base, dim=-1))
+            found.append(torch.linalg.vector_norm(log_probabilities(unembed.logits(changed[rows])).exp() - base, dim=-1))
     return [torch.cat(found) for found in moved]
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from streamlens.errors import UnsupportedModelError
+from streamlens.measure import metrics
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import TokenBatch
 from streamlens.stream.run import Run, stream_of
@@ -61,7 +62,8 @@ def _loss(
     g_rows = torch.empty_like(flat)
     for chunk in unembed.chunks(len(flat)):
         x = flat[chunk].requires_grad_()
-        losses = torch.nn.functional.cross_entropy(unembed.logits(x), following[chunk], reduction="none")
+        logits = unembed.logits(x)
+        losses = metrics.loss(logits, logits.logsumexp(-1), following[chunk])
         (g_rows[chunk],) = torch.autograd.grad((losses * weight[chunk]).sum(), x)
         loss.index_add_(0, row[chunk], (losses * weight[chunk]).detach().double())
     g[:, :-1][there] = g_rows
