@@ -70,10 +70,12 @@ def _prompt_options(required: bool) -> argparse.ArgumentParser:
     return group
 
 
-def _target_options() -> argparse.ArgumentParser:
+def _target_options(versus: bool = True) -> argparse.ArgumentParser:
     group = argparse.ArgumentParser(add_help=False)
-    group.add_argument("--target", action="append", metavar="TOKEN", help="one token, once for all prompts or once for each; next or top")
-    group.add_argument("--versus", action="append", metavar="TOKEN", help="the token to compare with, likewise; or mean")
+    which = "a token, once for all prompts or once for each, several for a single one; next, top, or top5 and the like"
+    group.add_argument("--target", action="append", metavar="TOKEN", help=which)
+    if versus:
+        group.add_argument("--versus", action="append", metavar="TOKEN", help="the token to compare with, likewise; or mean")
     return group
 
 
@@ -111,7 +113,8 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--metrics", type=_names, metavar="NAMES", help="such as loss,kl,top1_agree (default: all that apply)")
 
     where = _position_options("default last")
-    add = commands.add_parser("lens", parents=[model, prompts, target, where], help="what would the model say if it ended here?")
+    ended = "what would the model say if it ended here?"
+    add = commands.add_parser("lens", parents=[model, prompts, _target_options(versus=False), where], help=ended)
     add.add_argument("--top-k", type=int, default=5, metavar="K", help="likeliest tokens at each layer (default 5)")
     add.add_argument("--norm", choices=("recomputed", "frozen"), default="recomputed", help="the final norm's scale (default recomputed)")
 

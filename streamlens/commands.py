@@ -127,7 +127,7 @@ def _similarity(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame
 
 
 def _lens(model, prompts: Given, args: argparse.Namespace) -> pd.DataFrame:
-    read = {k: v for k, v in _read_at(args).items() if k != "versus"} | {"positions": args.positions or "last"}
+    read = {"target": _one_or_each(args.target), "positions": args.positions or "last", "progress": not args.quiet}
     return sl.lens(model, prompts, norm=args.norm, top_k=args.top_k, **read)
 
 

@@ -86,6 +86,12 @@ def test_lens_ends_with_what_the_model_says(loaded, capsys):
     assert "' Paris'" in lines[-1]
 
 
+def test_lens_has_nothing_to_compare_with(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["lens", *EIFFEL])
+    assert capsys.readouterr().err.startswith("streamlens: error: unrecognized arguments: --versus")
+
+
 def test_effects_and_similarity_are_printed(loaded, capsys):
     assert cli.main(["effects", *EIFFEL, "--layers", "28,29", "--top", "3", "--quiet"]) == 0
     lines = capsys.readouterr().out.splitlines()
