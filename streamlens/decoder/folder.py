@@ -58,7 +58,8 @@ def load_decoder(folder: str | os.PathLike, dtype: torch.dtype | None = None, de
     if config.tied:
         state.setdefault("unembed.weight", state.get("embed.weight", torch.empty(0)))
     check_weights(decoder, {name: weight.shape for name, weight in state.items()}, str(folder))
-    decoder.load_state_dict({name: weight.to(device, dtype) for name, weight in state.items()}, assign=True)
+    # Copied: how a product rounds depends on where its weights begin in memory, and in a mapped file that is behind a header of any length.
+    decoder.load_state_dict({name: weight.to(device, dtype, copy=True) for name, weight in state.items()}, assign=True)
     return decoder.tie().eval()
 
 
