@@ -125,6 +125,8 @@ def test_norms_are_one_row_a_site_and_measure(labels):
         (1, 1, "attn_out", 0, 0, "l2", 3.0),
         (1, 1, "attn_out", 0, 0, "rms", 4.0),
     ]
+    assert df.kind.tolist() == ["p"] * 4 + ["q"] * 4
+    assert df["size"].tolist() == [1] * 4 + [2] * 4
 
 
 def test_a_stamp_holds_plain_values_only(labels):

@@ -235,6 +235,11 @@ def test_fill_top_replaces_the_likeliest_token_only():
     assert filled.versus.tolist() == [9, 9]
 
 
+def test_fill_top_keeps_the_order_in_which_targets_were_asked():
+    filled = fill_top(asked_of(ONE, target=[8, "top", 4, 6]), np.array([-1, 5, -1, -1]))
+    assert filled.target.tolist() == [8, 5, 4, 6]
+
+
 def test_fill_top_leaves_out_a_row_that_it_would_repeat():
     filled = fill_top(asked_of(ONE, target=[4, "top"], positions=[0, 1]), np.array([-1, 4, -1, 5]))
     assert filled.position.tolist() == [0, 1, 1]
