@@ -110,9 +110,9 @@ def batched(model: Model, prompts: Prompts, max_tokens: int) -> list[TokenBatch]
 
 def watched(items: list, progress: bool, title: str, unit: str = "batch") -> Iterable:
     """The items, with a progress bar on stderr where it is wanted."""
-    return tqdm(items, desc=title, unit=unit, disable=not progress, mininterval=seconds_between())
+    return tqdm(items, desc=title, unit=unit, disable=not progress, mininterval=bar_interval())
 
 
-def seconds_between() -> float:
-    """How often a progress bar is drawn: where somebody watches, as it moves; in a log, which keeps every drawing, seldom."""
+def bar_interval() -> float:
+    """Seconds between drawings of a progress bar: few where somebody watches, many in a log, which keeps every drawing."""
     return 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0

@@ -51,7 +51,7 @@ def _draw_removal(ablation: pd.DataFrame) -> Iterator[tuple[str, Axes, str]]:
             yield f"removal_{metric}", figures.removal(ablation, metric=metric), caption
 
 
-def write(folder: Path, tables: Tables, findings: Sequence[str]) -> None:
+def write(folder: Path, tables: Tables, found: Sequence[str]) -> None:
     """Draw and save every figure (PDF, PNG) into `folder`, and index.html with the PNGs inside it."""
     shown = []
     with figures.style("paper", columns=2):
@@ -60,7 +60,7 @@ def write(folder: Path, tables: Tables, findings: Sequence[str]) -> None:
             shown.append(_figure((folder / f"{stem}.png").read_bytes(), caption))
     title = html.escape(f"streamlens report: {tables.card['model'].iloc[0]}")
     sets = sets_table(tables.attribution).to_html(index=False, border=0)
-    said = "".join(f"<li>{html.escape(line)}</li>\n" for line in findings)
+    said = "".join(f"<li>{html.escape(line)}</li>\n" for line in found)
     (folder / "index.html").write_text(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n'
         f"<body>\n<h1>{title}</h1>\n<p>{html.escape(model_line(tables.card))}</p>\n{sets}\n<ul>\n{said}</ul>\n{''.join(shown)}"

@@ -61,14 +61,14 @@ def report(
             prompts, left_out = all_bundled(model.tokenizer, seed=seed)
             swept = _spread(prompts)
         tables = measure(model, prompts, target, versus, progress, swept)
-        summary = summarise(tables, left_out, seed)
+        found = findings(tables, left_out, seed)
         for name in ("card", "attribution", "ablation", "norms"):
             table = getattr(tables, name)
             schema.write_parquet(table, work / f"{name}.parquet")
             if csv:
                 table.to_csv(work / f"{name}.csv", index=False)
-        page.write(work, tables, findings(tables, left_out, seed))
-    return Report(folder, tables, summary, left_out)
+        page.write(work, tables, found)
+    return Report(folder, tables, summarise(tables, found), left_out)
 
 
 def measure(model, prompts, target=None, versus=None, progress: bool = False, swept: np.ndarray | None = None) -> Tables:

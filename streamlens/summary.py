@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -23,10 +24,10 @@ class Tables:
     norms: pd.DataFrame
 
 
-def summarise(tables: Tables, left_out: int, seed: int = 0) -> str:
-    """The report's summary: the model, the sets with their largest writers, and what was found."""
+def summarise(tables: Tables, found: Sequence[str]) -> str:
+    """The report's summary: the model, the sets with their largest writers, and what was :func:`found <findings>`."""
     sets = sets_table(tables.attribution).to_string(index=False)
-    return "\n".join([model_line(tables.card), "", sets, "", *findings(tables, left_out, seed)])
+    return "\n".join([model_line(tables.card), "", sets, "", *found])
 
 
 def findings(tables: Tables, left_out: int, seed: int = 0) -> list[str]:

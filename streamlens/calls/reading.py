@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from tqdm import tqdm
 
-from streamlens.arguments import batched, chosen_metrics, seconds_between
+from streamlens.arguments import bar_interval, batched, chosen_metrics
 from streamlens.errors import InputError
 from streamlens.measure.ablation import Removal, Tick
 from streamlens.measure.metrics import TARGET_METRICS, Metric, name_of
@@ -72,5 +72,5 @@ def demand_inputs(wanted: Sequence[Metric], parts: Sequence[Removal]) -> None:
 def bar(total: float, progress: bool, title: str) -> Iterator[Tick]:
     """A progress bar in forward passes over all prompts, on stderr where it is wanted."""
     form = "{desc}: {percentage:3.0f}%|{bar}| {n:.1f}/{total:.1f} forward passes [{elapsed}<{remaining}]"
-    with tqdm(total=total, desc=title, disable=not progress, bar_format=form, mininterval=seconds_between()) as shown:
+    with tqdm(total=total, desc=title, disable=not progress, bar_format=form, mininterval=bar_interval()) as shown:
         yield lambda passes: shown.update(min(passes, total - shown.n))  # fractions may sum to a rounding more than the total

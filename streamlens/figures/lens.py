@@ -28,10 +28,10 @@ def lens(df: pd.DataFrame, ax: Axes | None = None, show: str = "top") -> Axes:
     """What the model would say if it ended at a layer: a layer × position map of the likeliest token, coloured by its probability.
 
     `df` is a lens table of one prompt and one norm, with one site a layer (resid_pre and final, as by default). Of a single position all
-    the likeliest tokens that it holds stand side by side, the likeliest first. `show="target"` colours
-    the probability of the named target instead, and writes its rank (0 is the likeliest; in thousands, 12k, where cells are narrow); the
-    title names it where it is one. Raises InputError for several prompts, models, norms, sites of one layer or targets of one position,
-    and for a table without the rows that are shown.
+    the likeliest tokens that it holds stand side by side, the likeliest first. `show="target"` colours the probability of the named
+    target instead, and writes its rank (0 is the likeliest; in thousands, 12k, where cells are narrow); the title names it where it is
+    one. Raises InputError for several prompts, models, norms, sites of one layer or targets of one position, and for a table without the
+    rows that are shown.
     """
     frames.columns(df, _NEEDED, "a lens")
     choice("show", show, _SHOWN)

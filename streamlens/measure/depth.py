@@ -15,13 +15,14 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
 
 from streamlens.errors import InputError
+from streamlens.measure.metrics import Logits
 from streamlens.measure.units import Variant
 from streamlens.models.anatomy import Anatomy
 from streamlens.prompts import TokenBatch
 from streamlens.stream.changes import Change
 from streamlens.stream.replay import Replay
 from streamlens.stream.run import stream_of
-from streamlens.stream.unembed import Unembed, log_probabilities
+from streamlens.stream.unembed import Unembed
 
 UNITS = ("block", "attn", "mlp", "mixer", "head")
 SPANS = ("all", "future")
@@ -140,9 +141,9 @@ def _moved(unembed: Unembed, clean: Float[Tensor, "row d_model"], hidden: list[T
     """||softmax - softmax'||_2 of each changed run, chunk by chunk of rows, so that the clean softmax is made once."""
     moved: list[list[Tensor]] = [[] for _ in hidden]
     for rows in unembed.chunks(len(clean)):
-        base = log_probabilities(unembed.logits(clean[rows])).exp()
+        base = Logits(unembed.logits(clean[rows])).probabilities
         for found, changed in zip(moved, hidden, strict=True):
-            found.append(torch.linalg.vector_norm(log_probabilities(unembed.logits(changed[rows])).exp() - base, dim=-1))
+            found.append(torch.linalg.vector_norm(Logits(unembed.logits(changed[rows])).probabilities - base, dim=-1))
     return [torch.cat(found) for found in moved]
 
 

@@ -89,7 +89,7 @@ def lens_batch(
     row = by_flat[np.searchsorted(flat, flat_index(batch, readouts.prompt, readouts.position), sorter=by_flat)]
     top, target, ids = _read(unembed, read, row, readouts.target, top_k)
     readouts = replace(readouts, target=ids)
-    site, distinct = [order.index(place) for place in wanted], readouts.first
+    site, distinct = [order.index(place) for place in wanted], readouts.distinct
     top, target, readouts = [x[site] for x in top], [x[site][..., distinct] for x in target], readouts.take(distinct)
     return Lens(*places, wanted, norms, Tokens(*top), readouts, Tokens(np.broadcast_to(readouts.target, target[0].shape), *target))
 
@@ -150,8 +150,7 @@ def _read(
         unknown = unknown[target[unknown] <= TOP]
         target[unknown] = ids.cpu().numpy()[at_row[unknown] - chunk.start, TOP - target[unknown]]
         for now in np.unique(turn[inside]):
-            which = inside[turn[inside] == now]
-            which = which[np.argsort(at_row[which])]
+            which = inside[turn[inside] == now]  # ascending, as readouts are ordered by place
             tokens = target[which % n_targets]
             for column, value in zip(found, _targets(logits, at_row[which] - chunk.start, tokens, log_normalizer), strict=True):
                 column[which] = value.cpu().numpy()

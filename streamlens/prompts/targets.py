@@ -44,8 +44,8 @@ class Readouts:
         return np.unique(np.stack([self.prompt, self.position]), axis=1, return_inverse=True)[1].reshape(-1)
 
     @property
-    def first(self) -> Int64[np.ndarray, " distinct"]:
-        """The rows that repeat no row before them, in order."""
+    def distinct(self) -> Int64[np.ndarray, " distinct"]:
+        """Indices of the rows that repeat no row before them."""
         return np.sort(np.unique(np.stack([getattr(self, f.name) for f in fields(self)]), axis=1, return_index=True)[1])
 
     def take(self, rows: np.ndarray) -> Readouts:
@@ -106,7 +106,7 @@ def fill_top(readouts: Readouts, top: Int64[np.ndarray, " row"]) -> Readouts:
         place = out.place
         out = out.take(~same | ~np.isin(place, place[~same]))
     _check_differ(out)
-    return out.take(out.first)
+    return out.take(out.distinct)
 
 
 def _refuse_gaps(column: tuple | None) -> None:

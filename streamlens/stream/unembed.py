@@ -184,7 +184,7 @@ class LogProbability(Unembed):
         if cap is not None:
             pull *= 1 - (logits / cap).square()
         read = _product(pull, weight) * self.logit_map.multiplier
-        constant = torch.zeros_like(p[:, 0]) if bias is None else pull @ bias.to(self.wide) * self.logit_map.multiplier
+        constant = torch.zeros_like(p[:, 0]) if bias is None else (pull * bias.to(self.wide)).sum(-1) * self.logit_map.multiplier
         bend = torch.zeros_like(entropy) if cap is None else logits[row, target] - expected - (pull * straight).sum(-1)
         return read, constant, bend, entropy
 

@@ -45,7 +45,7 @@ def test_log_probabilities(head, hidden):
 
 
 def test_how_far_predictions_move(head, hidden):
-    changed = hidden[0] * (1 + 1e-4 * torch.randn(hidden[0].shape, generator=torch.Generator().manual_seed(2)))
+    changed = hidden[0].roll(1, 0)  # far enough for their errors not to cancel
     with torch.no_grad():
         (found,) = _moved(Unembed(head, LogitMap()), hidden[0], [changed])
         truth = (exact(head(changed)).exp() - exact(head(hidden[0])).exp()).norm(dim=-1)
