@@ -7,7 +7,9 @@ import torch
 
 import streamlens as sl
 from streamlens import schema
+from streamlens.measure.growth import Meter
 from streamlens.measure.vectors import MEASURES, measured
+from streamlens.prompts import TokenBatch
 from tests import byhand
 from tests.models import tiny
 from tests.tolerances import HAND, ROUNDING
@@ -84,6 +86,16 @@ def test_padding_is_no_row_and_changes_none(family):
     together, apart = (sl.norms(model, PROMPTS, max_tokens=n) for n in (1000, 1))
     assert len(together[["prompt", "position"]].drop_duplicates()) == sum(map(len, PROMPTS))
     pd.testing.assert_frame_equal(together, apart, check_categorical=False, rtol=1e-5)
+
+
+def test_rows_are_those_of_their_prompts_in_whatever_order_a_batch_holds_them():
+    model, ids = tiny.proven("llama"), torch.tensor([PROMPTS[2], [4, 5, 6, 7, 8, 9]])
+    meter = Meter(model.module, model.anatomy, ["resid_pre"], ["l2"])
+    places = np.repeat(np.arange(2), 6), np.tile(np.arange(6), 2)
+    ordered, other = (
+        meter.batch(TokenBatch(np.array(index), ids[index], torch.ones_like(ids, dtype=torch.bool)), places) for index in ([0, 1], [1, 0])
+    )
+    np.testing.assert_allclose(other.value, ordered.value, rtol=1e-6)
 
 
 def test_sites_measures_and_positions_are_chosen():

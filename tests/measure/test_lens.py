@@ -296,3 +296,13 @@ def test_a_logit_that_is_not_finite_is_an_error():
         module.model.embed_tokens.weight[7] = float("nan")
     with pytest.raises(NumericError, match="a logit of the lens is not finite in"):
         sl.lens(model, [[5, 7, 9]], target=11)
+
+
+@pytest.mark.parametrize(("target", "k"), [("top", 1), ("top3", 3)])
+def test_top_is_what_the_model_says_in_the_end_also_where_that_is_not_among_the_sites(target, k):
+    model = tiny.proven("llama")
+    df = sl.lens(model, PROMPTS, target=target, sites="resid_pre", top_k=0)
+    for (prompt, position, _), rows in df.groupby(["prompt", "position", "layer"]):
+        assert set(rows.target) == set(hooked_logits(model, PROMPTS[prompt])[position].topk(k)[1].tolist())
+    beside = sl.lens(model, PROMPTS, target=target, sites=["resid_pre", "final"], top_k=0)
+    np.testing.assert_allclose(df.logit, beside[beside.site == "resid_pre"].logit, atol=1e-5)
