@@ -106,3 +106,16 @@ def test_a_large_vocabulary_of_logits_far_from_zero_is_read_as_in_float64(confid
     entropy = -(p * log_p).sum(-1)
     assert found.entropy.numpy() == pytest.approx(entropy.numpy(), abs=1e-5)
     assert (hidden.double() * found.read).sum(-1).numpy() == pytest.approx((log_p[:, 7] + entropy).numpy(), abs=2e-4)
+
+
+def test_the_bias_of_a_large_vocabulary_is_summed_as_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(16, 50_000)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator))
+        head.bias.copy_(2 + torch.randn(head.bias.shape, generator=generator))
+    hidden, target = torch.randn(8, 16, generator=generator), torch.arange(8)
+    found = LogProbability(head, LogitMap()).at(hidden, target)
+    p = (hidden.double() @ head.weight.detach().double().T + head.bias.detach().double()).softmax(-1)
+    truth = head.bias.detach().double()[target] - p @ head.bias.detach().double()
+    assert found.constant.numpy() == pytest.approx(truth.numpy(), abs=3e-6)
