@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from streamlens.measure.components import Component
 from streamlens.measure.places import at, flat_index, ids_on, ordinals, with_top
 from streamlens.measure.replacements import Replacement
-from streamlens.models.anatomy import Anatomy, Write
+from streamlens.models.anatomy import MIXING, Anatomy, Write
 from streamlens.prompts import Readouts, TokenBatch
 from streamlens.stream.changes import Change
 from streamlens.stream.hooked import hooked
@@ -251,7 +251,7 @@ class _Later:
             return
         before, direction = self.clean.value[place], self.clean.direction[place]
         rows = torch.from_numpy(self.clean.flat).to(value.device)
-        value, kind = value.reshape(-1, value.shape[-1]), "heads" if write.kind in ("attn", "mixer") else "mlps"
+        value, kind = value.reshape(-1, value.shape[-1]), "heads" if write.kind in MIXING else "mlps"
         for number, subject in enumerate(self.group):
             if subject.place != place:  # its own loss is the direct effect
                 here = value[rows + number * self.n_tokens].to(before)

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from streamlens.models.norms import NormForm
 
 
+MIXING = ("attn", "mixer")
+"""Kinds of writes that carry something from one position to another."""
+
+
 @dataclass(frozen=True)
 class Write:
     """One sublayer's addition to the stream.
@@ -64,7 +68,11 @@ class Layer:
 
     path: str
     segments: tuple[Segment, ...]
-    reads_mid: bool  # something reads the stream after attention and before the MLP; false for parallel blocks
+    mid_reader: str | None = None  # the first module that reads the stream between attention and the MLP; parallel blocks have none
+
+    @property
+    def reads_mid(self) -> bool:
+        return self.mid_reader is not None
 
     @property
     def adds(self) -> tuple[Add, ...]:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from streamlens.errors import UnsupportedModelError
 from streamlens.models import limits
 from streamlens.models import structure as tree
-from streamlens.models.anatomy import Add, Anatomy, Layer, Segment, Write
+from streamlens.models.anatomy import MIXING, Add, Anatomy, Layer, Segment, Write
 from streamlens.models.attention import watched_attention
 from streamlens.models.norms import NormForm, fit
 from streamlens.models.streams import anatomy_of_blocks
 from streamlens.models.structure import Structure, structure
 from streamlens.stream.readout import Readout
-from streamlens.stream.run import Run
+from streamlens.stream.run import Run, stream_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
         embed=found.embed,
         pos_embeds=found.pos_embeds,
         layers=tuple(
-            Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),), False) for c in calls if c.what == "block"
+            Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),)) for c in calls if c.what == "block"
         ),
         readers=found.readers,
         norms=forms,
@@ -96,7 +96,7 @@ def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call],
     with Run(module, found.blocks, found.unembed) as run, watched_attention(module, lambda q, *_: heads.append(q.shape[1])):
 
         def watch(what: str, path: str) -> None:
-            run.on_input(path, lambda _, named: opened.__setitem__((what, path), _flat(_stream(named))))
+            run.on_input(path, lambda _, named: opened.__setitem__((what, path), _flat(stream_of((), named))))
             run.on_output(path, lambda layer, out, _: calls.append(close(what, layer, path, out)))
 
         def close(what: str, layer: int, path: str, out: Tensor) -> Call:
@@ -119,10 +119,6 @@ def trace(module: nn.Module, found: Structure, ids: Tensor) -> tuple[list[Call],
                 watch(what, path)
         run.hidden(ids)
         return calls, run.layer + 1
-
-
-def _stream(named: dict) -> Tensor:
-    return next(v for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point() and n != "residual")
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -206,16 +202,17 @@ def _layer(layer: int, calls: list[Call], writes: list[Write], reached: set, pat
     block, dtype = next(c for c in calls if c.what == "block"), module.get_output_embeddings().weight.dtype
     by_reader = {w.reader: w for w in writes if (layer, "write", w.leaf) in reached}
     program = _Program(layer, block, dtype, _own_numbers(module.get_submodule(block.path)))
-    for call in calls:
+    after_mixing = calls
+    for i, call in enumerate(calls):
         if call.what == "reader" and call.path in by_reader:
             write = by_reader[call.path]
             program.write(write, call.linear_y if write.output == call.linear and write.output != write.reader else call.y)
+            if write.kind in MIXING:
+                after_mixing = calls[i + 1 :]
         elif call.what == "norm" and (layer, call.path) in path_norms:
             program.norm(call)
     segments = program.finish()
-    reads = [c.x for c in calls if c.what in ("norm", "reader")]
-    mid = program.mid
-    return Layer(block.path, segments, mid is not None and any(x.shape == mid.shape and _close(x, mid, dtype) for x in reads))
+    return Layer(block.path, segments, next((c.path for c in after_mixing if c.what != "block" and program.is_mid(c.x)), None))
 
 
 class _Program:
@@ -249,6 +246,10 @@ class _Program:
         self._close_segment(self.block.y, None)
         return tuple(s for s in self.segments if s.adds or s.norm or s.scale != 1.0)
 
+    def is_mid(self, x: Tensor) -> bool:
+        """Whether `x` is the stream as it stands after the last attention or mixer."""
+        return self.mid is not None and x.shape == self.mid.shape and _close(x, self.mid, self.dtype)
+
     def _close_segment(self, target: Tensor, norm: str | None) -> None:
         values = [self.stream, *(value for _, _, value in self.pending)]
         if any(v.shape != target.shape for v in values):
@@ -267,7 +268,7 @@ class _Program:
         stream = self.stream
         for (writes, _, value), factor in zip(self.pending, factors[1:], strict=True):
             stream = stream + factor / scale * value
-            if any(w.kind in ("attn", "mixer") for w in writes):
+            if any(w.kind in MIXING for w in writes):
                 self.mid = stream
         adds = tuple(
             Add(writes, (factor / scale,) * len(writes), branch)

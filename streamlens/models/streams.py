@@ -35,7 +35,7 @@ def anatomy_of_blocks(
         n_vocab=module.get_output_embeddings().weight.shape[0],
         embed=found.embed,
         pos_embeds=(),
-        layers=tuple(Layer(path, (), False) for path in applied),
+        layers=tuple(Layer(path, ()) for path in applied),
         readers=found.readers,
         norms=norms,
         unembed=found.unembed,

@@ -248,8 +248,9 @@ def first(output: Any) -> Any:
 
 
 def stream_of(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The stream among a block's arguments: its first floating-point tensor."""
-    return next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+    """The stream among a module's arguments: the first floating-point tensor that is not one to be added to its output."""
+    given = (*args, *(v for name, v in kwargs.items() if name != "residual"))
+    return next(v for v in given if isinstance(v, Tensor) and v.is_floating_point())
 
 
 def tensor_name(named: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from streamlens.models.anatomy import Add, Anatomy, Write
+from streamlens.models.anatomy import MIXING, Add, Anatomy, Write
 from streamlens.stream.run import Run, stream_of
 
 See = Callable[[str, int, int, Float[Tensor, "batch pos d_model"]], None]
@@ -20,7 +20,6 @@ See = Callable[[str, int, int, Float[Tensor, "batch pos d_model"]], None]
 
 WRITES = {"attn": "attn_out", "mlp": "mlp_out", "mixer": "mixer_out", "other": "other_out"}
 SITES = ("embed", "resid_pre", "attn_out", "mixer_out", "resid_mid", "mlp_out", "other_out", "resid_post", "final")
-_MIXING = ("attn", "mixer")
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ def watch_sites(run: Run, anatomy: Anatomy, wanted: Collection[str], see: See, s
     if see_write is not None or watcher.wanted - {"embed", "resid_pre", "resid_post", "final"}:
         for path in watcher.places:
             run.on_output(path, lambda layer, out, x, path=path: watcher.passed(layer, path, out, x))
+        for path in dict.fromkeys(layer.mid_reader for layer in anatomy.layers if layer.mid_reader):
+            run.on_input(path, lambda layer, named, path=path: watcher.reads(layer, path, stream_of((), named)))
     for path in anatomy.block_paths:
         run.on_output(path, lambda layer, out, _: watcher.leave(layer, out))
 
@@ -66,7 +67,7 @@ class _Watcher:
                     self.adds |= {(index, path): (add, i) for i, path in enumerate(add.outputs)}
                 if segment.norm:
                     self.norms.add((index, segment.norm))
-            mixing = [place for add in layer.adds for w, place in zip(add.writes, add.outputs, strict=False) if w.kind in _MIXING]
+            mixing = [place for add in layer.adds for w, place in zip(add.writes, add.outputs, strict=False) if w.kind in MIXING]
             if mixing and layer.reads_mid:
                 self.before_mid.add((index, mixing[-1]))
         self.places = tuple(dict.fromkeys(path for _, path in (*self.adds, *self.norms)))
@@ -75,6 +76,7 @@ class _Watcher:
         self.pending: list[Tensor] = []
         self.read: Tensor | None = None  # what the writes that run side by side have read
         self.was_mixing = False
+        self.mid_is_next = False  # the attention or mixer before it has written
 
     def emit(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
         if site in self.wanted:
@@ -86,8 +88,8 @@ class _Watcher:
         self._at((stream.clone() if self.anatomy.clones else stream) if self.follow else None)
 
     def _at(self, stream: Tensor | None) -> None:
-        self.stream, self.read, self.was_mixing = stream, stream, False
-        self.pending = []
+        self.stream, self.read, self.pending = stream, stream, []
+        self.was_mixing = self.mid_is_next = False
 
     def _now(self) -> Tensor:
         """The stream as it stands; what a layer adds last is never added here, since the block's own output holds it."""
@@ -108,7 +110,7 @@ class _Watcher:
         if not self.follow:
             return
         value = value if value.shape == self.stream.shape else value.reshape(self.stream.shape)
-        mixing = write.kind in _MIXING
+        mixing = write.kind in MIXING
         if self.anatomy.layers[layer].reads_mid and not (mixing and self.was_mixing):
             self.read = self._now()
         self.was_mixing = mixing
@@ -117,8 +119,16 @@ class _Watcher:
         self.pending.append(value)
         if self.anatomy.clones:  # what follows may be added to it in place
             self._now()
-        if (layer, path) in self.before_mid:
-            self.emit("resid_mid", layer, -1, self._now())
+        self.mid_is_next |= (layer, path) in self.before_mid
+
+    def reads(self, layer: int, path: str, x: Tensor) -> None:
+        """What a layer's MLP reads is the model's own sum of what entered and what attention wrote."""
+        if not self.mid_is_next or path != self.anatomy.layers[layer].mid_reader:
+            return
+        self.mid_is_next = False
+        if not self.anatomy.clones:
+            self.stream, self.pending = x if x.shape == self.stream.shape else x.reshape(self.stream.shape), []
+        self.emit("resid_mid", layer, -1, self._now())
 
     def leave(self, layer: int, out: Tensor) -> None:
         self.emit("resid_post", layer, -1, out)
