@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -86,14 +87,25 @@ class Meter:
             with looked_up, np.errstate(all="ignore"):  # what is not finite is for the call to refuse
                 run.hidden(batch.ids, batch.mask)
         if patterns:
-            sinks.demand_all(self.anatomy, {layer for (site, layer, *_) in watch.seen if site == PATTERN})
-        if not watch.columns:
+            sinks.demand_all(self.anatomy, {layer for site, layer in watch.counts if site == PATTERN})
+        columns, values = watch.columns()
+        if not columns:
             raise InputError(f"sites={sorted(self.wanted)}: this model has none of them with such a measure")
-        return Measured(*places, tuple(watch.columns), np.stack(watch.values, axis=-1))
+        return Measured(*places, tuple(columns), np.stack(values, axis=-1))
+
+
+class _Seen(NamedTuple):
+    """What was found at one site: measures of each row, or `[kept, head]` by head."""
+
+    site: str
+    layer: int
+    sublayer: int
+    found: Mapping[str, np.ndarray]
+    beside: tuple[vectors.Found, Float64[np.ndarray, " kept"]] | None = None  # of a write: its stream, and their inner product
 
 
 class _Watch:
-    """One pass: what each hook sees becomes columns."""
+    """One pass: what each hook sees becomes columns, after the pass where that can wait."""
 
     def __init__(self, meter: Meter, batch: TokenBatch, flat: Tensor):
         self.meter, self.batch = meter, batch
@@ -101,11 +113,12 @@ class _Watch:
         index = self.places.index(flat).numpy()
         in_order = len(index) == batch.ids.numel() and bool((np.diff(index) == 1).all())
         self.index = slice(None) if in_order else index  # of each row in what is kept
-        self.columns: list[Column] = []
-        self.values: list[Float64[np.ndarray, " row"]] = []
-        self.seen: Counter[tuple[str, int]] = Counter()
+        self.lengths = batch.mask.sum(-1).numpy()
+        self.reader = vectors.Reader()
+        self.seen: list[_Seen] = []
+        self.counts: Counter[tuple[str, int]] = Counter()  # of what was seen, by site and layer
         self._z: dict[str, Tensor] = {}
-        self._last: list[tuple[Tensor, dict[str, np.ndarray]]] = []  # what passed last is often a site or a write's stream again
+        self._last: list[tuple[Tensor, vectors.Found]] = []  # what passed last is often a site or a write's stream again
         self._looked_up = False
 
     def plant(self, run: Run) -> None:
@@ -124,42 +137,48 @@ class _Watch:
     # -- what is seen --------------------------------------------------------------------------------------------
     def stream(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
         wanted = self.meter.wanted[site]
-        known = self._of(value, [name for name in wanted if name in vectors.MEASURES])
-        if vectors.OF_A_PROMPT in wanted and vectors.OF_A_PROMPT not in known:
-            known[vectors.OF_A_PROMPT] = self._massive(value)
-        self._add(site, layer, sublayer, known)
+        found = self._of(value, [name for name in wanted if name in vectors.MEASURES])
+        if vectors.OF_A_PROMPT in wanted and vectors.OF_A_PROMPT not in found:
+            found[vectors.OF_A_PROMPT] = self._massive(value)
+        self._see(site, layer, sublayer, found)
 
     def _massive(self, value: Tensor) -> Float64[np.ndarray, " kept"]:
         x = value.expand(*self.batch.ids.shape, -1)
-        largest = (self._of(value, ["max_abs"]) if self.places.all else vectors.measured(x.flatten(0, 1), ["max_abs"]))["max_abs"]
-        counts = vectors.massive(x, self.batch.mask.sum(-1).numpy(), largest.reshape(self.batch.ids.shape))
-        return vectors.array(self.places.keep(torch.from_numpy(counts).flatten()))
+        if self.places.all:
+            largest = self._of(value, ["max_abs"])["max_abs"]
+        else:
+            self.reader.read(every := vectors.Found(x.shape[-1]), _wide(x.flatten(0, 1)), ["max_abs"])
+            largest = every["max_abs"]
+        counts = vectors.massive(x, self.lengths, largest.reshape(self.batch.ids.shape)).ravel().astype(float)
+        return counts if self.places.all else counts[self.places.flat.numpy()]
 
     def write(self, written: Written) -> None:
         wanted, heads = self.meter.wanted.get(written.site, ()), self.meter.wanted.get(HEAD, ())
-        stream = self._rows(written.stream) if heads or set(wanted) & set(alignment.MEASURES) else None
-        if stream is None:
+        aligned = bool(set(wanted) & set(alignment.MEASURES))
+        if not aligned and not heads:
             return
-        length = self._of(written.stream, ["l2"])["l2"]
-        if set(wanted) & set(alignment.MEASURES):
-            known = self._of(written.value, ["l2", *(name for name in wanted if name in vectors.MEASURES)], beside=stream)
-            self._add(written.site, written.layer, written.write.sublayer, known | alignment.measured(known["l2"], length, known["inner"]))
+        rows, stream = self._rows(written.stream), self._of(written.stream, ["l2"])
+        if aligned:
+            found = self._known(written.value)
+            measures = ["l2", *(name for name in wanted if name in vectors.MEASURES)]
+            inner = self.reader.read(found, self._rows(written.value), measures, rows)
+            self._see(written.site, written.layer, written.write.sublayer, found, (stream, inner))
         for write in written.add.writes if written.add.norm else (written.write,):
             if heads and write.n_heads:
-                self._heads(written, write, stream, length)
+                self._heads(written, write, rows, stream)
 
-    def _heads(self, written: Written, write: Write, stream: Tensor, stream_length: Float64[np.ndarray, " kept"]) -> None:
+    def _heads(self, written: Written, write: Write, rows: Float[Tensor, "kept d_model"], stream: vectors.Found) -> None:
         z = self._rows(self._z.pop(write.leaf))
         form = self.meter.anatomy.norms[written.add.norm] if written.add.norm else None
         factor = written.add.factors[written.add.writes.index(write)]
         scale = factor if form is None else factor * self._scale(written.raw, form)[:, None]
         length = self.meter.heads.length(z, write, form, abs(scale))
-        found = {"l2": length, "rms": length / stream.shape[-1] ** 0.5}
+        found = {"l2": length, "rms": length / rows.shape[-1] ** 0.5}
         if set(self.meter.wanted[HEAD]) & set(alignment.MEASURES):
-            direction = stream if form is None else form.pull_back(stream, self._rows(written.raw))
+            direction = rows if form is None else form.pull_back(rows, self._rows(written.raw))
             inner = self.meter.heads.inner(z, write, direction) * factor
-            found |= alignment.measured(length, stream_length[:, None], inner)
-        self._add(HEAD, written.layer, write.sublayer, found)
+            found |= alignment.measured(length, stream["l2"][:, None], inner)
+        self._see(HEAD, written.layer, write.sublayer, found)
 
     def norm(self, layer: int, path: str, x: Tensor) -> None:
         if layer < 0 or (layer, path) in self.meter.branch_norms:
@@ -167,7 +186,7 @@ class _Watch:
         form = self.meter.anatomy.norms[path]
         scale = self._scale(x, form)
         gain = scale if form.gain is None else scale * float(form.gain.square().mean().sqrt())
-        self._add(NORM, layer, self.seen[NORM, layer], {"scale": scale, "gain": gain})
+        self._see(NORM, layer, self.counts[NORM, layer], {"scale": scale, "gain": gain})
 
     def _scale(self, x: Tensor, form: NormForm) -> Float64[np.ndarray, " kept"]:
         """As :meth:`NormForm.scale`, from what is known where the norm reads what was measured as a site."""
@@ -179,40 +198,57 @@ class _Watch:
             return
         self._looked_up |= not returned
         value = sinks.to_first(weights, self.batch.ids.shape)
-        self._add(PATTERN, layer, self.seen[PATTERN, layer], {sinks.MEASURE: vectors.array(self._rows(value))})
+        self._see(PATTERN, layer, self.counts[PATTERN, layer], {sinks.MEASURE: vectors.array(self._rows(value))})
 
     # -- rows and columns ----------------------------------------------------------------------------------------
     def _rows(self, value: Tensor) -> Float[Tensor, "kept width"]:
         """The vectors at the positions that are kept, in float32 at least; an embedding may be broadcast over the batch."""
         if value.dim() == 3 and value.shape[0] != len(self.batch.ids):
             value = value.expand(len(self.batch.ids), -1, -1)
-        kept = self.places.keep(value.reshape(-1, value.shape[-1]))
-        return kept.to(torch.promote_types(kept.dtype, torch.float32))
+        return _wide(self.places.keep(value.reshape(-1, value.shape[-1])))
 
-    def _of(self, tensor: Tensor, names: Collection[str], beside: Tensor | None = None) -> dict[str, Float64[np.ndarray, " kept"]]:
+    def _of(self, tensor: Tensor, names: Collection[str]) -> vectors.Found:
         """These measures of a tensor, and what else is known of it."""
-        known = self._known(tensor)
-        missing = [name for name in names if name not in known]
-        if missing or beside is not None:
-            known |= vectors.measured(self._rows(tensor), missing, beside)
-        return known
+        found = self._known(tensor)
+        if found.unread(names):
+            self.reader.read(found, self._rows(tensor), names)
+        return found
 
-    def _known(self, tensor: Tensor) -> dict[str, np.ndarray]:
-        """What has been measured of this very tensor."""
+    def _known(self, tensor: Tensor) -> vectors.Found:
+        """What has been found of this very tensor."""
         for seen, found in self._last:
             if seen is tensor:
                 return found
-        found: dict[str, np.ndarray] = {}
+        found = vectors.Found(tensor.shape[-1])
         if not self.meter.anatomy.clones:  # else it may still change in place
             self._last = [(tensor, found), *self._last[:2]]
         return found
 
-    def _add(self, site: str, layer: int, sublayer: int, found: dict[str, np.ndarray]) -> None:
-        """The columns that are wanted of one site, from `[kept]`, or from `[kept, head]` by head."""
-        wanted = {name: found[name][self.index] for name in self.meter.wanted[site]}
-        if not wanted:
-            return
-        self.seen[site, layer] += 1
-        heads = range(next(iter(wanted.values())).shape[-1]) if site in (HEAD, PATTERN) else (NONE,)
-        self.columns += [Column(site, layer, sublayer, head, name) for head in heads for name in wanted]
-        self.values += [value if head == NONE else value[:, head] for head in heads for value in wanted.values()]
+    def _see(
+        self,
+        site: str,
+        layer: int,
+        sublayer: int,
+        found: Mapping[str, np.ndarray],
+        beside: tuple[vectors.Found, Float64[np.ndarray, " kept"]] | None = None,
+    ) -> None:
+        if self.meter.wanted[site]:
+            self.counts[site, layer] += 1
+            self.seen.append(_Seen(site, layer, sublayer, found, beside))
+
+    def columns(self) -> tuple[list[Column], list[Float64[np.ndarray, " row"]]]:
+        """The columns that are wanted of all that was seen, and their values."""
+        columns: list[Column] = []
+        values: list[Float64[np.ndarray, " row"]] = []
+        for site, layer, sublayer, found, beside in self.seen:
+            aligned = {} if beside is None else alignment.measured(found["l2"], beside[0]["l2"], beside[1])
+            wanted = {name: (aligned[name] if name in aligned else found[name])[self.index] for name in self.meter.wanted[site]}
+            heads = range(next(iter(wanted.values())).shape[-1]) if site in (HEAD, PATTERN) else (NONE,)
+            columns += [Column(site, layer, sublayer, head, name) for head in heads for name in wanted]
+            values += [value if head == NONE else value[:, head] for head in heads for value in wanted.values()]
+        return columns, values
+
+
+def _wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """In float32 at least."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

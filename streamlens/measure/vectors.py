@@ -26,20 +26,78 @@ FEW_THREADS = 4
 kernel: starting them takes longer than a kernel does."""
 
 _BLOCK = 2**19  # bytes
-_FROM = {"rms": ("l2",), "std": ("l2", "mean"), "max_abs": ("max_index",)}
+_READ = {"l2": ("square",), "rms": ("square",), "mean": ("sum",), "std": ("square", "sum"), "max_abs": ("index",), "max_index": ("index",)}
+_FOLLOWS = {
+    "l2": lambda found: np.sqrt(found["square"]),
+    "rms": lambda found: found["l2"] / found.width**0.5,
+    "mean": lambda found: found["sum"] / found.width,
+    "std": lambda found: np.sqrt(np.maximum((found["rms"] - found["mean"]) * (found["rms"] + found["mean"]), 0)),
+    "max_abs": lambda found: np.abs(found["largest"]),
+    "max_index": lambda found: found["index"].astype(float),
+}
 
 
-def measured(
-    x: Float[Tensor, "row d_model"], wanted: Collection[str], beside: Float[Tensor, "row d_model"] | None = None
-) -> dict[str, Float64[np.ndarray, " row"]]:
-    """At least the wanted measures of each vector, and `inner`, its inner product with the vector `beside` it, where there is one."""
-    needed = {name for measure in wanted for name in _FROM.get(measure, (measure,))}
-    out = (_by_blocks if _few_threads(x) else _by_kernels)(x, beside, needed)
-    if "l2" in out:
-        out["rms"] = out["l2"] / x.shape[-1] ** 0.5
-    if "std" in wanted:
-        out["std"] = _std(x, out["rms"], out["mean"])
-    return out
+class Found(dict[str, Shaped[np.ndarray, " row"]]):
+    """What was read of some vectors; the measures that follow from it are worked out when they are first asked for.
+
+    Best after the pass: beside a running model, whose matrices fill the processor's caches, small steps take several times as long.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def unread(self, measures: Collection[str]) -> set[str]:
+        """What these measures follow from and was not read yet."""
+        return {name for measure in measures for name in _READ[measure] if name not in self}
+
+    def __missing__(self, measure: str) -> Float64[np.ndarray, " row"]:
+        self[measure] = np.asarray(_FOLLOWS[measure](self), dtype=float)
+        return self[measure]
+
+
+class Reader:
+    """Reads vectors; its memory serves one tensor after the other."""
+
+    def __init__(self) -> None:
+        self._size, self._ones = np.empty((0, 0)), np.empty(0)
+
+    def read(
+        self, found: Found, x: Float[Tensor, "row d_model"], measures: Collection[str], beside: Float[Tensor, "row d_model"] | None = None
+    ) -> Float64[np.ndarray, " row"] | None:
+        """Add to `found` what these measures follow from; the answer is the vectors' inner products with those `beside` them, if any."""
+        missing = found.unread(measures)
+        out = self._by_blocks(x, beside, missing) if _few_threads(x) else _by_kernels(x, beside, missing)
+        inner = out.pop("inner", None)
+        found |= out
+        if missing & {"square", "sum"} and {"square", "sum"} <= found.keys():
+            _std_by_definition(found, x)
+        return inner
+
+    def _by_blocks(self, x: Tensor, beside: Tensor | None, missing: Collection[str]) -> dict[str, Shaped[np.ndarray, " row"]]:
+        """Block by block of rows."""
+        rows, other = x.numpy(), None if beside is None else beside.numpy()
+        n, width = rows.shape
+        step = max(1, _BLOCK // (width * rows.itemsize))
+        if self._size.shape != (step, width) or self._size.dtype != rows.dtype:
+            self._size, self._ones = np.empty((step, width), dtype=rows.dtype), np.ones(width, dtype=rows.dtype)
+        out = {name: np.empty(n, dtype=np.int64 if name == "index" else float) for name in missing}
+        if other is not None:
+            out["inner"] = np.empty(n)
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            block = rows[part]
+            if "square" in out:
+                np.vecdot(block, block, out=out["square"][part])
+            if "sum" in out:
+                np.vecdot(block, self._ones, out=out["sum"][part])
+            if other is not None:
+                np.vecdot(block, other[part], out=out["inner"][part])
+            if "index" in out:
+                np.abs(block, out=self._size[: len(block)]).argmax(-1, out=out["index"][part])
+        if "index" in out:
+            out["largest"] = rows[np.arange(n), out["index"]]
+        return out
 
 
 def inner(one: Float[Tensor, "*row width"], other: Float[Tensor, "*row width"]) -> Float64[np.ndarray, "*row"]:
@@ -56,60 +114,27 @@ def _few_threads(x: Tensor) -> bool:
     return x.device.type == "cpu" and torch.get_num_threads() <= FEW_THREADS
 
 
-def _by_blocks(x: Tensor, beside: Tensor | None, needed: Collection[str]) -> dict[str, Float64[np.ndarray, " row"]]:
-    """l2, mean, inner, max_index and max_abs, block by block of rows."""
-    rows, other = x.numpy(), None if beside is None else beside.numpy()
-    n, width = rows.shape
-    out = {name: np.empty(n) for name in needed if name in ("l2", "mean")} | ({} if other is None else {"inner": np.empty(n)})
-    index, ones = np.empty(n, dtype=np.int64), np.ones(width, dtype=rows.dtype)
-    step = max(1, _BLOCK // (width * rows.itemsize))
-    size = np.empty((min(step, n), width), dtype=rows.dtype)
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        block = rows[part]
-        if "l2" in out:
-            out["l2"][part] = np.vecdot(block, block)
-        if "mean" in out:
-            out["mean"][part] = np.vecdot(block, ones)
-        if other is not None:
-            out["inner"][part] = np.vecdot(block, other[part])
-        if "max_index" in needed:
-            np.abs(block, out=size[: len(block)]).argmax(-1, out=index[part])
-    if "l2" in out:
-        np.sqrt(out["l2"], out=out["l2"])
-    if "mean" in out:
-        out["mean"] /= width
-    if "max_index" in needed:
-        out |= {"max_index": index.astype(float), "max_abs": np.abs(rows[np.arange(n), index]).astype(float)}
-    return out
-
-
-def _by_kernels(x: Tensor, beside: Tensor | None, needed: Collection[str]) -> dict[str, Float64[np.ndarray, " row"]]:
-    """The same, one kernel after the other: for an accelerator, and for many threads."""
+def _by_kernels(x: Tensor, beside: Tensor | None, missing: Collection[str]) -> dict[str, Shaped[np.ndarray, " row"]]:
+    """What a :class:`Reader` reads, one kernel after the other: for an accelerator, and for many threads."""
     out: dict[str, Tensor] = {}
-    if "l2" in needed:
-        out["l2"] = torch.linalg.vector_norm(x, dim=-1)
-    if "mean" in needed:
-        out["mean"] = x.mean(-1)
+    if "square" in missing:
+        out["square"] = torch.linalg.vecdot(x, x)
+    if "sum" in missing:
+        out["sum"] = x.sum(-1)
     if beside is not None:
         out["inner"] = torch.linalg.vecdot(x, beside)
-    if "max_index" in needed:
-        size = x.abs()
-        out["max_index"] = size.argmax(-1)
-        out["max_abs"] = size.gather(-1, out["max_index"][:, None])[:, 0]
-    return {name: array(value) for name, value in out.items()}
+    if "index" in missing:
+        out["index"] = x.abs().argmax(-1)
+        out["largest"] = x.gather(-1, out["index"][:, None])[:, 0]
+    return {name: value.cpu().numpy() if name == "index" else array(value) for name, value in out.items()}
 
 
-def _std(
-    x: Float[Tensor, "row d_model"], rms: Float64[np.ndarray, " row"], mean: Float64[np.ndarray, " row"]
-) -> Float64[np.ndarray, " row"]:
-    """sqrt(rms^2 - mean^2), which is a pass less than the definition; where the two cancel, by the definition."""
-    size = np.abs(mean)
-    std = np.sqrt(np.maximum((rms - size) * (rms + size), 0))
-    cancels = np.flatnonzero(size > 0.7 * rms)
+def _std_by_definition(found: Found, x: Float[Tensor, "row d_model"]) -> None:
+    """Where the sums that std follows from would cancel."""
+    cancels = np.flatnonzero(found["sum"] ** 2 > 0.5 * found.width * found["square"])
     if len(cancels):
+        std = found["std"]
         std[cancels] = array(x[torch.from_numpy(cancels).to(x.device)].std(-1, correction=0))
-    return std
 
 
 def massive(
@@ -120,16 +145,23 @@ def massive(
     The median is over the prompt's own tokens and all of their coordinates.
     """
     counts = np.zeros(largest.shape, dtype=np.int64)
-    memory = np.empty((largest.shape[1], x.shape[-1]), dtype=np.float64 if x.dtype == torch.float64 else np.float32)
+    values = x.to(torch.promote_types(x.dtype, torch.float32)).cpu().numpy()
+    memory = np.empty(values.shape[1:], dtype=values.dtype)
     for row, length in enumerate(lengths):
-        if (largest[row, :length] > MASSIVE).any():
-            size = np.abs(x[row, :length].cpu().to(torch.promote_types(x.dtype, torch.float32)).numpy(), out=memory[:length])
-            where = np.flatnonzero(size > MASSIVE)
-            above = size.reshape(-1)[where]
-            candidates = np.sort(above)[::-1]
+        tops = largest[row, :length].astype(values.dtype)
+        large = np.sort(tops[tops > MASSIVE])[::-1]
+        if not len(large):
+            continue
+        size = np.abs(values[row, :length], out=memory[:length])
+        n_rows = _far_above(large, size)
+        if n_rows:
+            # From the last such row's largest on every coordinate is massive, and up to the next row's none: the search is for between.
+            lowest, highest_other = large[n_rows - 1], large[n_rows] if n_rows < len(large) else MASSIVE
+            rows = np.flatnonzero(tops >= lowest)
+            inside = size[rows]
+            candidates = np.sort(inside[(inside > highest_other) & (inside < lowest)])[::-1]
             found = _far_above(candidates, size)
-            if found:
-                counts[row, :length] = np.bincount(where[above >= candidates[found - 1]] // size.shape[1], minlength=length)
+            counts[row, rows] = np.count_nonzero(inside >= (candidates[found - 1] if found else lowest), axis=-1)
     return counts
 
 

@@ -8,7 +8,7 @@ import torch
 import streamlens as sl
 from streamlens import schema
 from streamlens.measure.growth import Meter
-from streamlens.measure.vectors import MEASURES, measured
+from streamlens.measure.vectors import MEASURES, Found, Reader
 from streamlens.prompts import TokenBatch
 from tests import byhand
 from tests.models import tiny
@@ -29,8 +29,9 @@ SITES = {  # sites of every layer; embed and final stand once
 
 
 def test_measures_of_a_known_vector():
-    found = measured(torch.tensor([[3.0, -4.0, 0.0, 0.0, 0.0, 0.0]]), MEASURES)
-    assert {name: round(value.item(), 6) for name, value in found.items()} == {
+    found = Found(6)
+    Reader().read(found, torch.tensor([[3.0, -4.0, 0.0, 0.0, 0.0, 0.0]]), MEASURES)
+    assert {name: round(found[name].item(), 6) for name in MEASURES} == {
         "l2": 5.0, "rms": round((25 / 6) ** 0.5, 6), "mean": round(-1 / 6, 6), "std": round((25 / 6 - 1 / 36) ** 0.5, 6),
         "max_abs": 4.0, "max_index": 1.0,
     }  # fmt: skip

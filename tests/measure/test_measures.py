@@ -15,6 +15,12 @@ from tests.tolerances import HAND
 PROMPTS = [[5, 9, 3, 22, 41, 17, 8], [30, 7, 7, 12], [2, 58, 33, 19, 20, 21]]
 
 
+def read(x, beside=None):
+    found = vectors.Found(x.shape[-1])
+    inner = vectors.Reader().read(found, x, vectors.MEASURES, beside)
+    return {name: found[name] for name in vectors.MEASURES} | {"inner": inner}
+
+
 @pytest.fixture(params=["one thread for all", "all threads for each kernel"])
 def way(request, monkeypatch):
     monkeypatch.setattr(vectors, "FEW_THREADS", 10**6 if request.param == "one thread for all" else 0)
@@ -28,7 +34,7 @@ def test_length_spread_largest_coordinate_and_inner_product(offset, dtype):
     x, beside = (torch.randn(1500, 96, generator=generator, dtype=dtype) for _ in range(2))
     x = x + offset
     x[::7, 5] *= -300  # a massive coordinate
-    found = vectors.measured(x, vectors.MEASURES, beside)
+    found = read(x, beside)
     exact, other, error = x.double(), beside.double(), 1e-6 if dtype == torch.float32 else 1e-12
     np.testing.assert_allclose(found["l2"], exact.norm(dim=-1), rtol=error)
     np.testing.assert_allclose(found["rms"], exact.square().mean(-1).sqrt(), rtol=error)
@@ -41,7 +47,7 @@ def test_length_spread_largest_coordinate_and_inner_product(offset, dtype):
 
 @pytest.mark.usefixtures("way")
 def test_vectors_of_one_number_and_of_none():
-    found = vectors.measured(torch.tensor([[0.1] * 96, [0.0] * 96, [-3e4] * 96]), vectors.MEASURES)
+    found = read(torch.tensor([[0.1] * 96, [0.0] * 96, [-3e4] * 96]))
     np.testing.assert_allclose(found["std"] / [0.1, 1, 3e4], 0, atol=1e-6)
     np.testing.assert_allclose(found["l2"], np.array([0.1, 0, 3e4]) * 96**0.5, rtol=1e-6)
     assert found["max_index"].tolist() == [0, 0, 0]
