@@ -31,12 +31,13 @@ def norms(parts: Iterable[Measured], labels: Labels) -> pd.DataFrame:
 
 def measure_columns(names: Sequence[Column], times: int) -> dict:
     """The columns that name a measure at a site, all of them `times` times over."""
-    numbers = {k: np.array([getattr(c, k) for c in names], dtype=np.int32) for k in ("layer", "sublayer", "head")}
-    columns: dict = {k: np.tile(v, times) for k, v in numbers.items()}
-    for name in ("site", "measure"):
-        kinds = list(dict.fromkeys(getattr(c, name) for c in names))
-        codes = np.array([kinds.index(getattr(c, name)) for c in names], dtype=np.int8)
-        columns[name] = pd.Categorical.from_codes(np.tile(codes, times), categories=kinds)
+    site, layer, sublayer, head, measure = zip(*names, strict=True)
+    numbers = {"layer": layer, "sublayer": sublayer, "head": head}
+    columns: dict = {name: np.tile(np.array(values, dtype=np.int32), times) for name, values in numbers.items()}
+    for name, values in {"site": site, "measure": measure}.items():
+        kinds = {kind: code for code, kind in enumerate(dict.fromkeys(values))}
+        codes = np.array([kinds[value] for value in values], dtype=np.int8)
+        columns[name] = pd.Categorical.from_codes(np.tile(codes, times), categories=list(kinds))
     return columns
 
 

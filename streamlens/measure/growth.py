@@ -44,8 +44,7 @@ AT = (
 """Which measures each site has."""
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One measure at one site."""
 
     site: str
@@ -118,7 +117,7 @@ class _Watch:
         self.seen: list[_Seen] = []
         self.counts: Counter[tuple[str, int]] = Counter()  # of what was seen, by site and layer
         self._z: dict[str, Tensor] = {}
-        self._last: list[tuple[Tensor, vectors.Found]] = []  # what passed last is often a site or a write's stream again
+        self._latest: tuple[Tensor, vectors.Found] | None = None  # the stream that passed last, which is often asked for again
         self._looked_up = False
 
     def plant(self, run: Run) -> None:
@@ -137,7 +136,8 @@ class _Watch:
     # -- what is seen --------------------------------------------------------------------------------------------
     def stream(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
         wanted = self.meter.wanted[site]
-        found = self._of(value, [name for name in wanted if name in vectors.MEASURES])
+        measures = [name for name in wanted if name in vectors.MEASURES]
+        found = self._read(value, measures) if site in WRITES.values() else self._of(value, measures)
         if vectors.OF_A_PROMPT in wanted and vectors.OF_A_PROMPT not in found:
             found[vectors.OF_A_PROMPT] = self._massive(value)
         self._see(site, layer, sublayer, found)
@@ -159,7 +159,7 @@ class _Watch:
             return
         rows, stream = self._rows(written.stream), self._of(written.stream, ["l2"])
         if aligned:
-            found = self._known(written.value)
+            found = vectors.Found(rows.shape[-1])
             measures = ["l2", *(name for name in wanted if name in vectors.MEASURES)]
             inner = self.reader.read(found, self._rows(written.value), measures, rows)
             self._see(written.site, written.layer, written.write.sublayer, found, (stream, inner))
@@ -207,21 +207,18 @@ class _Watch:
             value = value.expand(len(self.batch.ids), -1, -1)
         return _wide(self.places.keep(value.reshape(-1, value.shape[-1])))
 
-    def _of(self, tensor: Tensor, names: Collection[str]) -> vectors.Found:
-        """These measures of a tensor, and what else is known of it."""
-        found = self._known(tensor)
-        if found.unread(names):
-            self.reader.read(found, self._rows(tensor), names)
-        return found
-
-    def _known(self, tensor: Tensor) -> vectors.Found:
-        """What has been found of this very tensor."""
-        for seen, found in self._last:
-            if seen is tensor:
-                return found
-        found = vectors.Found(tensor.shape[-1])
+    def _of(self, stream: Tensor, measures: Collection[str]) -> vectors.Found:
+        """These measures of a stream, and what else is known of this very tensor."""
+        found = self._latest[1] if self._latest and self._latest[0] is stream else vectors.Found(stream.shape[-1])
         if not self.meter.anatomy.clones:  # else it may still change in place
-            self._last = [(tensor, found), *self._last[:2]]
+            self._latest = stream, found
+        return self._read(stream, measures, found)
+
+    def _read(self, tensor: Tensor, measures: Collection[str], found: vectors.Found | None = None) -> vectors.Found:
+        """These measures of a tensor, in addition to what was `found` of it."""
+        found = vectors.Found(tensor.shape[-1]) if found is None else found
+        if found.unread(measures):
+            self.reader.read(found, self._rows(tensor), measures)
         return found
 
     def _see(
@@ -243,9 +240,13 @@ class _Watch:
         for site, layer, sublayer, found, beside in self.seen:
             aligned = {} if beside is None else alignment.measured(found["l2"], beside[0]["l2"], beside[1])
             wanted = {name: (aligned[name] if name in aligned else found[name])[self.index] for name in self.meter.wanted[site]}
-            heads = range(next(iter(wanted.values())).shape[-1]) if site in (HEAD, PATTERN) else (NONE,)
-            columns += [Column(site, layer, sublayer, head, name) for head in heads for name in wanted]
-            values += [value if head == NONE else value[:, head] for head in heads for value in wanted.values()]
+            if site in (HEAD, PATTERN):
+                heads = range(next(iter(wanted.values())).shape[-1])
+                columns += [Column(site, layer, sublayer, head, name) for head in heads for name in wanted]
+                values += [value[:, head] for head in heads for value in wanted.values()]
+            else:
+                columns += [Column(site, layer, sublayer, NONE, name) for name in wanted]
+                values += wanted.values()
         return columns, values
 
 

@@ -32,7 +32,7 @@ _FOLLOWS = {
     "rms": lambda found: found["l2"] / found.width**0.5,
     "mean": lambda found: found["sum"] / found.width,
     "std": lambda found: np.sqrt(np.maximum((found["rms"] - found["mean"]) * (found["rms"] + found["mean"]), 0)),
-    "max_abs": lambda found: np.abs(found["largest"]),
+    "max_abs": lambda found: np.abs(found["largest"]).astype(float),
     "max_index": lambda found: found["index"].astype(float),
 }
 
@@ -52,7 +52,7 @@ class Found(dict[str, Shaped[np.ndarray, " row"]]):
         return {name for measure in measures for name in _READ[measure] if name not in self}
 
     def __missing__(self, measure: str) -> Float64[np.ndarray, " row"]:
-        self[measure] = np.asarray(_FOLLOWS[measure](self), dtype=float)
+        self[measure] = _FOLLOWS[measure](self)
         return self[measure]
 
 

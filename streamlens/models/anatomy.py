@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from streamlens.models.norms import NormForm
 
-
 MIXING = ("attn", "mixer")
 """Kinds of writes that carry something from one position to another."""
 

@@ -62,9 +62,7 @@ def discover(module: nn.Module, ids: Tensor) -> Anatomy:
         n_vocab=weight.shape[0],
         embed=found.embed,
         pos_embeds=found.pos_embeds,
-        layers=tuple(
-            Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),)) for c in calls if c.what == "block"
-        ),
+        layers=tuple(Layer(c.path, (Segment(tuple(Add((w,), (1.0,)) for w in writes[c.layer])),)) for c in calls if c.what == "block"),
         readers=found.readers,
         norms=forms,
         unembed=found.unembed,

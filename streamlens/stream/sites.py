@@ -128,6 +128,7 @@ class _Watcher:
         self.mid_is_next = False
         if not self.anatomy.clones:
             self.stream, self.pending = x if x.shape == self.stream.shape else x.reshape(self.stream.shape), []
+            self.read = self.stream  # and what entered the layer can go
         self.emit("resid_mid", layer, -1, self._now())
 
     def leave(self, layer: int, out: Tensor) -> None:
