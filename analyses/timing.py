@@ -37,6 +37,15 @@ def plain(model, ids: torch.Tensor, logits: bool = True) -> torch.Tensor:
     return module(input_ids=ids, use_cache=False)[0]
 
 
+def settle() -> None:
+    """Let glibc's allocator come to rest: what lies free above a threshold goes back to the system and is paged in anew.
+
+    The threshold follows the largest block that was ever freed (up to 32 MiB). Below it a plain pass of the default model pages in between
+    nothing and 200,000 pages (up to a tenth of its time and more), by chance and on either side; above it, none on either.
+    """
+    torch.zeros(31 * 2**20, dtype=torch.uint8)
+
+
 def alternate(
     sides: dict[str, Callable[[], object]],
     rounds: int,
@@ -44,6 +53,7 @@ def alternate(
     warm_up: Sequence[Callable[[], object]] = (),
 ) -> Seconds:
     """Seconds of each side in each round, after a warm-up: one of each side where none is given."""
+    settle()
     for call in warm_up or sides.values():
         call()
     seconds: Seconds = {name: [] for name in sides}
