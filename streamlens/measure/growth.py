@@ -70,12 +70,15 @@ class Meter:
     def __init__(self, module: torch.nn.Module, anatomy: Anatomy, sites: Collection[str], measures: Collection[str]):
         self.module, self.anatomy = module, anatomy
         self.wanted = {site: [m for m in measures if m in AT[site]] for site in sites}
+        self.of_vectors = {site: [m for m in wanted if m in vectors.MEASURES] for site, wanted in self.wanted.items()}
+        self.aligned = frozenset(site for site, wanted in self.wanted.items() if set(wanted) & set(alignment.MEASURES))
         self.heads = alignment.Heads(module)
         branch = {(i, add.norm) for i, layer in enumerate(anatomy.layers) for add in layer.adds if add.norm}
         self.branch_norms = frozenset(branch)
         self.leaves = {(layer, w.leaf): w for layer, w in anatomy.writes() if w.n_heads}
 
     @torch.no_grad()
+    @np.errstate(all="ignore")  # what is not finite is for the call to refuse
     def batch(self, batch: TokenBatch, places: tuple[Int64[np.ndarray, " row"], Int64[np.ndarray, " row"]]) -> Measured:
         """Measures at `places` (prompt, position); padding is never read, and `final` is the stream before the final norm."""
         with Run.of(self.module, self.anatomy) as run:
@@ -83,7 +86,7 @@ class Meter:
             watch.plant(run)
             patterns = self.wanted.get(PATTERN)
             looked_up = watched_attention(self.module, lambda *qkvp: watch.pattern(run.layer, qkvp[3])) if patterns else nullcontext()
-            with looked_up, np.errstate(all="ignore"):  # what is not finite is for the call to refuse
+            with looked_up:
                 run.hidden(batch.ids, batch.mask)
         if patterns:
             sinks.demand_all(self.anatomy, {layer for site, layer in watch.counts if site == PATTERN})
@@ -122,7 +125,7 @@ class _Watch:
 
     def plant(self, run: Run) -> None:
         meter, wanted = self.meter, self.meter.wanted
-        aligned = {site for site in wanted if site in WRITES.values() and set(wanted[site]) & set(alignment.MEASURES)}
+        aligned = meter.aligned - {HEAD}
         if wanted.get(HEAD):
             for path in dict.fromkeys(path for _, path in meter.leaves):
                 run.on_output(path, lambda layer, _, x, path=path: self._z.__setitem__(path, x))
@@ -135,10 +138,9 @@ class _Watch:
 
     # -- what is seen --------------------------------------------------------------------------------------------
     def stream(self, site: str, layer: int, sublayer: int, value: Tensor) -> None:
-        wanted = self.meter.wanted[site]
-        measures = [name for name in wanted if name in vectors.MEASURES]
+        measures = self.meter.of_vectors[site]
         found = self._read(value, measures) if site in WRITES.values() else self._of(value, measures)
-        if vectors.OF_A_PROMPT in wanted and vectors.OF_A_PROMPT not in found:
+        if vectors.OF_A_PROMPT in self.meter.wanted[site] and vectors.OF_A_PROMPT not in found:
             found[vectors.OF_A_PROMPT] = self._massive(value)
         self._see(site, layer, sublayer, found)
 
@@ -153,15 +155,13 @@ class _Watch:
         return counts if self.places.all else counts[self.places.flat.numpy()]
 
     def write(self, written: Written) -> None:
-        wanted, heads = self.meter.wanted.get(written.site, ()), self.meter.wanted.get(HEAD, ())
-        aligned = bool(set(wanted) & set(alignment.MEASURES))
+        aligned, heads = written.site in self.meter.aligned, self.meter.wanted.get(HEAD)
         if not aligned and not heads:
             return
         rows, stream = self._rows(written.stream), self._of(written.stream, ["l2"])
         if aligned:
             found = vectors.Found(rows.shape[-1])
-            measures = ["l2", *(name for name in wanted if name in vectors.MEASURES)]
-            inner = self.reader.read(found, self._rows(written.value), measures, rows)
+            inner = self.reader.read(found, self._rows(written.value), ["l2", *self.meter.of_vectors[written.site]], rows)
             self._see(written.site, written.layer, written.write.sublayer, found, (stream, inner))
         for write in written.add.writes if written.add.norm else (written.write,):
             if heads and write.n_heads:
@@ -174,7 +174,7 @@ class _Watch:
         scale = factor if form is None else factor * self._scale(written.raw, form)[:, None]
         length = self.meter.heads.length(z, write, form, abs(scale))
         found = {"l2": length, "rms": length / rows.shape[-1] ** 0.5}
-        if set(self.meter.wanted[HEAD]) & set(alignment.MEASURES):
+        if HEAD in self.meter.aligned:
             direction = rows if form is None else form.pull_back(rows, self._rows(written.raw))
             inner = self.meter.heads.inner(z, write, direction) * factor
             found |= alignment.measured(length, stream["l2"][:, None], inner)

@@ -25,7 +25,7 @@ FEW_THREADS = 4
 """With up to so many, one that does everything to a block of rows while the block is in its cache is faster than all that share each
 kernel: starting them takes longer than a kernel does."""
 
-_BLOCK = 2**19  # bytes
+_BLOCK = 2**20  # bytes
 _READ = {"l2": ("square",), "rms": ("square",), "mean": ("sum",), "std": ("square", "sum"), "max_abs": ("index",), "max_index": ("index",)}
 _FOLLOWS = {
     "l2": lambda found: np.sqrt(found["square"]),

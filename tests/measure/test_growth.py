@@ -113,6 +113,56 @@ def test_norms_of_bf16_are_taken_in_float32():
     assert np.allclose(df.value, exact, rtol=ROUNDING)
 
 
+def test_massive_coordinates_of_bf16_at_few_positions():
+    """The whole prompt decides, so all of it is read, in float32, also where one position is asked for."""
+    model = sl.load(tiny.model("llama", torch.bfloat16))
+    with torch.no_grad():
+        model.module.model.embed_tokens.weight[5, :3] = torch.tensor([3e4, -2.5e4, 90.0])
+    every, last = (sl.norms(model, [[9, 3, 22, 5]], positions=at, measures="massive", sites="embed") for at in (None, [-1]))
+    assert every.value.tolist() == [0, 0, 0, 2]
+    assert last.value.tolist() == [2]
+
+
+MIDS = {
+    "llama": "post_attention_layernorm",
+    "gpt2": "ln_2",
+    "gemma2": "pre_feedforward_layernorm",
+    "olmo2": "mlp",
+    "opt-post-norm": "self_attn_layer_norm",
+}
+"""Which module reads the stream between attention and the MLP, by name."""
+
+
+@pytest.mark.parametrize("family", MIDS)
+def test_the_stream_between_attention_and_mlp_is_the_very_tensor_that_is_read_there(family):
+    model, read = tiny.proven(family), []
+    blocks = [model.module.get_submodule(f"{path}.{MIDS[family]}") for path in model.anatomy.block_paths]
+    handles = [
+        block.register_forward_pre_hook(lambda _, args: read.append(args[0].view(1, len(PROMPTS[0]), -1).clone())) for block in blocks
+    ]
+    try:
+        kept = sl.record(model, PROMPTS[:1], sites=["resid_mid"])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(read) == model.n_layers
+    for layer, x in enumerate(read):
+        assert torch.equal(kept[f"blocks.{layer}.hook_resid_mid"], x)
+
+
+def test_where_attention_writes_next_to_nothing_the_stream_behind_it_is_still_seen():
+    """As at many an initialisation: what attention and the MLP read is then the same stream."""
+    module = tiny.model("llama")
+    with torch.no_grad():
+        for layer in module.model.layers:
+            layer.self_attn.o_proj.weight *= 1e-20
+            layer.self_attn.o_proj.bias.zero_()
+    df = sl.norms(sl.load(module), PROMPTS, sites=["resid_pre", "resid_mid"], measures="l2")
+    pre, mid = (df[df.site == site].value.to_numpy() for site in ("resid_pre", "resid_mid"))
+    assert len(mid) == len(pre)
+    assert (mid == pre).all()
+
+
 def test_stream_of_the_default_model_grows(smollm2):
     df = sl.norms(smollm2, ["The Eiffel Tower is in the city of Paris.", "Water boils at a hundred degrees."])
     fit = sl.growth_rate(df, layers=(3, 27), skip_first=True)

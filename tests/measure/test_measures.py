@@ -73,6 +73,19 @@ def test_massive_coordinates_by_the_published_rule():
     assert len({*found[:, 0].tolist()}) >= 4  # the rule decides, not the size alone
 
 
+def test_massive_coordinates_of_many_small_prompts():
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for i in range(500):
+        n, width = torch.randint(1, 9, (1,), generator=generator).item(), torch.randint(2, 12, (1,), generator=generator).item()
+        x = torch.randn(n, width, generator=generator) * 10 ** (3 * torch.rand(1, generator=generator) - 2.5)
+        large = torch.rand(n, width, generator=generator) < torch.rand(1, generator=generator) / 2
+        x = torch.where(large, torch.randint(-400, 400, (n, width), generator=generator).float(), x.round() if i % 3 == 0 else x)
+        found = vectors.massive(x[None], np.array([n]), x.abs().amax(-1)[None].double().numpy())
+        assert found[0].tolist() == slow_massive(x).tolist(), x
+        seen.add(found.sum())
+    assert len(seen) > 10
+
+
 @pytest.mark.parametrize("positions", [None, [0], [-1]])
 def test_massive_counts_do_not_depend_on_what_is_read(positions):
     model = sl.load(tiny.model("llama", seed=3))
