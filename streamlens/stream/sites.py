@@ -126,10 +126,10 @@ class _Watcher:
         if not self.mid_is_next or path != self.anatomy.layers[layer].mid_reader:
             return
         self.mid_is_next = False
-        if not self.anatomy.clones:
-            self.stream, self.pending = x if x.shape == self.stream.shape else x.reshape(self.stream.shape), []
-            self.read = self.stream  # and what entered the layer can go
-        self.emit("resid_mid", layer, -1, self._now())
+        stream = x if x.shape == self.stream.shape else x.reshape(self.stream.shape)
+        if not self.anatomy.clones:  # else the MLP may add to it in place
+            self.stream, self.read, self.pending = stream, stream, []
+        self.emit("resid_mid", layer, -1, stream)
 
     def leave(self, layer: int, out: Tensor) -> None:
         self.emit("resid_post", layer, -1, out)

@@ -126,6 +126,7 @@ def test_massive_coordinates_of_bf16_at_few_positions():
 MIDS = {
     "llama": "post_attention_layernorm",
     "gpt2": "ln_2",
+    "bloom": "post_attention_layernorm",
     "gemma2": "pre_feedforward_layernorm",
     "olmo2": "mlp",
     "opt-post-norm": "self_attn_layer_norm",
