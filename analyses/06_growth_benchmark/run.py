@@ -32,7 +32,8 @@ def compare(what: str, asked: float, rounds: int, clock: Callable[[], float], mo
     sides = {"plain": lambda: plain(model, ids, logits=False), "norms": lambda: sl.norms(model, ids, **chosen)}
     seconds = alternate(sides, rounds, clock)
     report(f"{what}, 4 x 256 tokens / plain forward pass without logits", ratio(seconds, "norms", "plain"), asked)
-    print(f"    {len(sides['norms']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
+    low, _, high = statistics.quantiles((a / b for a, b in zip(seconds["norms"], seconds["plain"], strict=True)), n=4)
+    print(f"    quartiles {low:.3f}, {high:.3f}; {len(sides['norms']())} rows; plain {statistics.median(seconds['plain']):.2f} s")
 
 
 def norms(rounds: int, clock: Callable[[], float], model=None) -> None:

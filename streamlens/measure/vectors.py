@@ -20,7 +20,6 @@ OF_A_PROMPT = "massive"
 MASSIVE, TIMES_MEDIAN = 100.0, 1000.0
 """A coordinate is massive above 100 and from 1000 times the median of its prompt's (Sun et al. 2024, arXiv 2402.17762)."""
 
-
 FEW_THREADS = 4
 """With up to so many, one that does everything to a block of rows while the block is in its cache is faster than all that share each
 kernel: starting them takes longer than a kernel does."""
@@ -118,7 +117,7 @@ def _by_kernels(x: Tensor, beside: Tensor | None, missing: Collection[str]) -> d
     """What a :class:`Reader` reads, one kernel after the other: for an accelerator, and for many threads."""
     out: dict[str, Tensor] = {}
     if "square" in missing:
-        out["square"] = torch.linalg.vecdot(x, x)
+        out["square"] = torch.linalg.vector_norm(x, dim=-1).square()
     if "sum" in missing:
         out["sum"] = x.sum(-1)
     if beside is not None:
