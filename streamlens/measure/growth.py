@@ -145,13 +145,13 @@ class _Watch:
         self._see(site, layer, sublayer, found)
 
     def _massive(self, value: Tensor) -> Float64[np.ndarray, " kept"]:
-        x = value.expand(*self.batch.ids.shape, -1)
+        x = value.expand(*self.batch.ids.shape, -1).to(torch.promote_types(value.dtype, torch.float32))
         if self.places.all:
-            largest = self._of(value, ["max_abs"])["max_abs"]
-        else:
-            self.reader.read(every := vectors.Found(x.shape[-1]), _wide(x.flatten(0, 1)), ["max_abs"])
-            largest = every["max_abs"]
-        counts = vectors.massive(x, self.lengths, largest.reshape(self.batch.ids.shape)).ravel().astype(float)
+            found = self._of(value, ["max_abs"])
+        else:  # the whole prompt decides, with what is not kept
+            found = vectors.Found(x.shape[-1])
+            self.reader.read(found, x.flatten(0, 1), ["max_abs"])
+        counts = vectors.massive(x, self.lengths, found["max_abs"].reshape(self.batch.ids.shape)).ravel().astype(float)
         return counts if self.places.all else counts[self.places.flat.numpy()]
 
     def write(self, written: Written) -> None:
@@ -205,7 +205,8 @@ class _Watch:
         """The vectors at the positions that are kept, in float32 at least; an embedding may be broadcast over the batch."""
         if value.dim() == 3 and value.shape[0] != len(self.batch.ids):
             value = value.expand(len(self.batch.ids), -1, -1)
-        return _wide(self.places.keep(value.reshape(-1, value.shape[-1])))
+        kept = self.places.keep(value.reshape(-1, value.shape[-1]))
+        return kept.to(torch.promote_types(kept.dtype, torch.float32))
 
     def _of(self, stream: Tensor, measures: Collection[str]) -> vectors.Found:
         """These measures of a stream, and what else is known of this very tensor."""
@@ -248,8 +249,3 @@ class _Watch:
                 columns += [Column(site, layer, sublayer, NONE, name) for name in wanted]
                 values += wanted.values()
         return columns, values
-
-
-def _wide(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """In float32 at least."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -70,7 +70,7 @@ class Reader:
         inner = out.pop("inner", None)
         found |= out
         if missing & {"square", "sum"} and {"square", "sum"} <= found.keys():
-            _std_by_definition(found, x)
+            _std_where_sums_cancel(found, x)
         return inner
 
     def _by_blocks(self, x: Tensor, beside: Tensor | None, missing: Collection[str]) -> dict[str, Shaped[np.ndarray, " row"]]:
@@ -128,8 +128,8 @@ def _by_kernels(x: Tensor, beside: Tensor | None, missing: Collection[str]) -> d
     return {name: value.cpu().numpy() if name == "index" else array(value) for name, value in out.items()}
 
 
-def _std_by_definition(found: Found, x: Float[Tensor, "row d_model"]) -> None:
-    """Where the sums that std follows from would cancel."""
+def _std_where_sums_cancel(found: Found, x: Float[Tensor, "row d_model"]) -> None:
+    """By its definition, where what it follows from would not give it."""
     cancels = np.flatnonzero(found["sum"] ** 2 > 0.5 * found.width * found["square"])
     if len(cancels):
         std = found["std"]
@@ -144,7 +144,7 @@ def massive(
     The median is over the prompt's own tokens and all of their coordinates.
     """
     counts = np.zeros(largest.shape, dtype=np.int64)
-    values = x.to(torch.promote_types(x.dtype, torch.float32)).cpu().numpy()
+    values = x.cpu().numpy()
     memory = np.empty(values.shape[1:], dtype=values.dtype)
     for row, length in enumerate(lengths):
         tops = largest[row, :length].astype(values.dtype)
